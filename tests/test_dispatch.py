@@ -373,6 +373,17 @@ def test_explain_says_how_gradients_go_by(problem, order):
     assert f"  order  {order.format(keys=keys, queries=queries)}\n" in text
 
 
+@pytest.mark.parametrize(("gpu", "change"), [("H200", {"dim": 96}), ("A100", {}), ("H200", {"op": "backward", "dim": 256}), ("A100", {"op": "backward"})])
+def test_explain_says_how_another_kernels_tiles_are_taken(gpu, change):
+    """Of bfloat16 as that one has them: the same line, or none."""
+    pytest.importorskip("triton")
+    p = EIGHT_BITS._replace(extras=("key_scales", "token_scales"), **change)
+    told = [str(select(each, GPUS[gpu])).split("\n") for each in (p, p._replace(dtype=BF16, extras=()))]
+    assert "kernels/attention/bf16_of_e4m3.py" in told[0][1]
+    ours, theirs = ([line for line in lines if line.startswith("  order")] for lines in told)
+    assert ours == theirs and len(ours) == (gpu == "H200")
+
+
 def test_explain_says_why_not():
     text = onchip.explain(WIDE._replace(dtype=FP64), device=GPUS["A100"])
     assert "  runs   blocked          kernels/attention/blocked.py\n" in text

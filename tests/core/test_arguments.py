@@ -1,5 +1,7 @@
 """What is no tensor, lies elsewhere or is no number is named, whatever row operator gets it."""
 
+import math
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.in
         (lambda: onchip.rms_norm(X, W, residual=1.0), "rms_norm: residual is a float; give a tensor like x, or a Residual"),
         (lambda: onchip.rms_norm(X.to_sparse(), W), "rms_norm: x is a nested or sparse tensor; give a dense one"),
         (lambda: onchip.layer_norm(X, (8,)), "layer_norm: weight is a tuple; give a tensor"),
+        (lambda: onchip.rms_norm(X, W, eps=None), "rms_norm: eps is None; give a number"),
+        (lambda: onchip.rms_norm(X, W, offset="1"), "rms_norm: offset is '1'; give a number"),
         (lambda: onchip.layer_norm(X, W, eps=LEARNT), r"layer_norm: eps is tensor\(1., requires_grad=True\); give a number"),
         (lambda: onchip.layer_norm(X, W, residual=onchip.Residual(None)), "layer_norm: residual is a NoneType; give a tensor"),
         (lambda: onchip.layer_norm(X, W, residual=onchip.Residual(X, dropout=0.1)), r"layer_norm: dropout is 0.1; give Dropout\(p\)"),
@@ -34,12 +38,20 @@ HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.in
         (lambda: onchip.cross_entropy(X, IDS, 0.1), r"cross_entropy: terms is a float; give LossTerms\(...\)"),
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(softcap=LEARNT)), "cross_entropy: terms.softcap is tensor"),
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(class_weights=[1.0])), "cross_entropy: terms.class_weights is a list"),
+        (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(shard=(None, 0))), r"cross_entropy: terms.shard is a tuple; give Shard\(group, first, vocab\)"),
         (lambda: onchip.linear_cross_entropy(X, [1.0], IDS), "linear_cross_entropy: weight is a list"),
+        (lambda: onchip.token_log_probs(X, X[0], IDS, None), r"token_log_probs: terms is a NoneType; give LossTerms\(...\)"),
         (lambda: onchip.divergence(X, X, counts=[True]), "divergence: counts is a list"),
         (lambda: onchip.linear_divergence((X, W), (X, [1.0])), "linear_divergence: teacher.weight is a list"),
         (lambda: onchip.dpo(PAIR, ([0.0], [0.0])), "dpo: log-probabilities 3 is a list"),
         (lambda: onchip.dpo(PAIR, PAIR, beta="0.1"), "dpo: beta is '0.1'; give a number"),
+        (lambda: onchip.dpo(PAIR, PAIR, smoothing="a"), "dpo: smoothing is 'a'; give a number"),
+        (lambda: onchip.dpo(None, PAIR), r"dpo: a NoneType is no pair of log-probabilities; give Pair\(chosen, rejected\)"),
+        (lambda: onchip.simpo((*PAIR, PAIR[0])), r"simpo: a tuple is no pair of log-probabilities; give Pair\(chosen, rejected\)"),
+        (lambda: onchip.cpo(PAIR, PAIR[0], weight="a"), "cpo: weight is 'a'; give a number"),
         (lambda: onchip.kto(*PAIR, PAIR[0] > 0, 0.0), "kto: divergence is a float; give a tensor"),
+        (lambda: onchip.kto(*PAIR, PAIR[0] > 0, PAIR[0], weights=(1.0, 2.0, 3.0)), r"kto: weights is \(1.0, 2.0, 3.0\); give two numbers"),
+        (lambda: onchip.grpo(*PAIR, PAIR[0], PAIR[0] > 0, onchip.Policy(clip=0.2)), "grpo: clip is 0.2; give two numbers"),
         (lambda: onchip.grpo(*PAIR, PAIR[0], PAIR[0] > 0, "dapo"), "grpo: how is a str; give GRPO, or a Policy"),
         (lambda: onchip.sample(LOGITS, (1.0, 5)), r"sample: how is a tuple; give Sampling\(...\)"),
         (lambda: onchip.sample(LOGITS, HOW._replace(seed=3)), "sample: how.seed is a int; give a tensor"),
@@ -80,3 +92,22 @@ def test_what_lies_elsewhere_or_is_not_whole_is_named(call, words):
 def test_a_number_is_no_row(call):
     with pytest.raises(ValueError, match=rf"^{call.__name__}: (x is \[\]|width 0)"):
         call(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *((lambda call=call: call(X, W, eps=-1.0), f"{call.__name__}: eps is -1.0; give 0 or more") for call in (onchip.rms_norm, onchip.layer_norm)),
+        (lambda: onchip.rms_norm(X, None, eps=math.nan), "rms_norm: eps is nan; give 0 or more"),
+        (lambda: onchip.rms_norm(X, W, eps=math.nan), "rms_norm: eps is nan; give 0 or more"),
+        (lambda: onchip.rms_norm(X, W, offset=math.nan), "rms_norm: offset is nan; give a number"),
+        (lambda: onchip.group_norm(X, 1, eps=-1.0), "group_norm: eps is -1.0; give 0 or more"),
+        (lambda: onchip.rms_norm(X, W, after=onchip.RowCodes(["int8"])), r"rms_norm: RowCodes\(\['int8'\]\) is not one of e4m3, int8"),
+        (lambda: onchip.gated_act(X, onchip.Clipped(limit=-1.0)), "gated_act: limit is -1.0; give 0 or more"),
+        (lambda: onchip.log_probs(LOGITS, IDS[:, 0], "3"), "log_probs: top='3' of a vocabulary of 40; give 0 to 20"),
+        (lambda: onchip.divergence(X, X, temperature=1e-40), "divergence: temperature is 1e-40; give 1e-30 or more"),
+    ],
+)
+def test_what_is_out_of_range_is_named(call, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        call()

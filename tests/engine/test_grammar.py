@@ -4,6 +4,10 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -137,6 +141,67 @@ def test_a_grammar_that_cannot_be_read_says_why(vocabulary, grammar, words):
     with pytest.raises(GrammarError, match=words) as error:
         vocabulary.matcher(Grammar(*grammar))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (("json", json.dumps({"properties": {"a": {"multipleOf": 4000037}}})), "least common multiple of more than 10000"),
+        (("json", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 0.0101}]}'), "least common multiple"),  # 101 ten-thousandths
+        (("json", '{"\\u006dultipleOf": 4000037}'), "least common multiple"),
+        (("lark", 'start: %json {"multipleOf": 1e9}'), "least common multiple"),
+        (("regex", "a?" * 10_000), "too big"),
+        (("lark", "start: A\nA: " + "/a/+ " * 1_001), "has 1002 terminals and signs"),
+        (("lark", "start: A\nA: /a/" + " & /a/" * 1_001), "has 1002 terminals and signs"),
+        (("lark", "start: A0\n" + "\n".join(f"A{i}: A{i + 1}" for i in range(1_001))), "has 1001 terminals"),
+        (("lark", "start: " + "a" * 65_536), "has 65543 characters; give one of at most 65536"),
+    ],
+)
+def test_a_grammar_that_would_take_seconds_is_refused(vocabulary, grammar, words):
+    begin = time.process_time()
+    with pytest.raises(GrammarError, match=words) as error:
+        vocabulary.matcher(Grammar(*grammar))
+    assert "\n" not in str(error.value) and time.process_time() - begin < 2
+
+
+def test_a_grammar_of_some_size_is_taken(vocabulary):
+    prices = {f"price {i}": {"type": "number", "multipleOf": 0.01 if i % 2 else 5} for i in range(40)}
+    for schema in ({"enum": [f"value number {i}" for i in range(1000)]}, {"type": "object", "properties": prices}):
+        assert allowed(vocabulary.matcher(Grammar("json", json.dumps(schema))))
+    assert allowed(vocabulary.matcher(Grammar.of_choices(["*+?~{" * 300, "//"])))  # nothing of these is repeated
+
+
+DEEP = """
+import sys, tempfile, threading
+from pathlib import Path
+import tiny
+from onchip.engine.grammar import Grammar, Matcher, Vocabulary
+from onchip.models.tokenizer import Tokenizer
+vocabulary = Vocabulary(Tokenizer.load(tiny.save(Path(tempfile.mkdtemp()), weights=False)), 331)
+for body, count in (("{}", 4_600), ("(" * 27 + "{}" + ")" * 27, 950)):
+    for name, count in ("r", count), ("R", min(count, 999)):
+        rules = [f"{name}{i}: {body.format(f'{name}{i + 1}')}" for i in range(count)]
+        matcher = vocabulary.matcher(Grammar("lark", "\\n".join([f"start: {name}0", *rules, f'{name}{count}: "x"'])))
+        matcher.first()
+"""
+
+
+def test_a_long_chain_of_rules_does_not_end_the_process():
+    """llguidance goes down it by recursion; what it has read is used on any thread."""
+    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+
+
+def test_the_size_of_stacks_is_as_it_was(vocabulary):
+    before = threading.stack_size()
+    vocabulary.matcher(Grammar("regex", "stack"))
+    assert threading.stack_size() == before
+
+
+def test_the_tokenizer_is_copied_before_a_budget_begins(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_spelling", None)
+    Vocabulary(tokenizer, VOCAB)
+    assert tokenizer._spelling is not None
 
 
 def test_an_end_that_a_bias_forbids_is_no_end(tmp_path):

@@ -285,7 +285,7 @@ def test_step_by_step_gives_what_generate_gives(llm):
 
 
 def test_a_request_that_cannot_be(llm):
-    with pytest.raises(ValueError, match=r"^request: prompt is empty; give at least one word"):
+    with pytest.raises(ValueError, match=r"^request: prompt is empty; give at least one character"):
         llm.request("")
 
 
@@ -313,15 +313,14 @@ def test_settings_of_the_users(folder, llm):
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        (["fine", ""], "prompt 1 is empty; give at least one word"),
-        ([" \n"], "prompt 0 is empty; give at least one word"),
+        (["fine", ""], "prompt 1 is empty; give at least one character"),
         ([[1], []], "prompt 1 is empty; give at least one token"),
         ([[1, 320]], "prompt 0 has token ids from 1 to 320; the vocabulary is 0 to 319"),
         ([[-1, 5]], "prompt 0 has token ids from -1 to 5; the vocabulary is 0 to 319"),
         ([[1], [1] * 128], "prompt 1 has 128 tokens, the context is 128, one of them for the answer; shorten the prompt"),
         (["x" * 400], "prompt 0 has 400 tokens, the context is 128"),
     ],
-    ids=["empty", "blank", "no token", "too high", "below zero", "no room for an answer", "past the context"],
+    ids=["empty", "no token", "too high", "below zero", "no room for an answer", "past the context"],
 )
 def test_prompts_that_cannot_be(llm, prompts, words):
     shown = []
@@ -340,7 +339,7 @@ def test_prompts_that_cannot_be(llm, prompts, words):
         ("fox", {}, "prompt 0 has params {}; give SamplingParams"),
         ([[]], GREEDY, r"prompt 0 is \[\] with chat=True; give a user's message as text, or a list of"),
         (["fox", []], GREEDY, r"prompt 1 is \[\] with chat=True; give"),
-        ([""], GREEDY, "prompt 0 is empty; give at least one word"),
+        ([""], GREEDY, "prompt 0 is empty; give at least one character"),
         (torch.tensor(3), GREEDY, r"prompts are tensor\(3\); give text"),
     ],
 )
@@ -365,6 +364,11 @@ def test_a_conversation_without_a_tokenizer(tmp_path):
 def test_a_model_larger_than_memory(tmp_path):
     with pytest.raises(ModelError, match="there is no memory for a model of its sizes"):
         LLM(tiny.save(tmp_path, tokenizer=False, weights=False, hidden_size=2**31 - 1, vocab_size=2**31 - 1), device="cpu", dummy_weights=True)
+
+
+def test_a_blank_is_a_prompt(llm):
+    (done,) = llm.generate([" "], SamplingParams(max_tokens=10**12, temperature=1e-9, ignore_eos=True))
+    assert len(done.tokens) == llm.max_len - len(done.prompt) and done.prompt == llm.tokenizer.encode(" ")
 
 
 def test_one_prompt_as_a_flat_list_of_tokens(llm):

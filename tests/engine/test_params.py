@@ -158,6 +158,24 @@ def test_samples(llm):
     assert llm.stats.prompt_tokens == 3 * 37 + 3 and llm.stats.cached_tokens == 64
 
 
+@pytest.mark.parametrize("length", [21, 33], ids=["of the last chunk", "beyond what is known"])
+def test_samples_of_a_prompt_whose_last_chunk_is_one_token_run_together(llm, tmp_path, length):
+    params, prompt = SamplingParams(**PLAIN, temperature=1.0, seed=7, n=2), (PROMPT * 2)[:length]
+    small = LLM(tiny.save(tmp_path), dtype="fp32", device="cpu", max_batch=4, step_tokens=20)
+    whole = llm.generate([prompt], params)
+    if length > 21:
+        small.generate([prompt[:32]], SamplingParams(max_tokens=1))
+    request = small.request(prompt, params)
+    small.add(request)
+    while not request.tokens:
+        small.step()
+    small.step()
+    assert small.scheduler.running == request.samples
+    while not small.idle:
+        small.step()
+    assert [sample.tokens for sample in request.samples] == [done.tokens for done in whole]
+
+
 def test_samples_share_what_is_scored(llm):
     one, two = llm.generate([PROMPT], SamplingParams(**PLAIN, temperature=1.0, seed=7, n=2, prompt_logprobs=1))
     assert one.prompt_logprobs == two.prompt_logprobs and len(one.prompt_logprobs) == len(PROMPT)

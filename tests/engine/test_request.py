@@ -178,10 +178,9 @@ def test_several_tokens_at_once():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0; give 1 to 2147483647"),
-        ({"max_tokens": 2**31, "min_tokens": 2**31}, "max_tokens is 2147483648"),
-        ({"temperature": -0.1}, r"temperature is -0.1; give 0 \(always the likeliest token\), or 1e-5 to 1e5"),
-        ({"temperature": 1e-40}, "temperature is 1e-40"),
+        ({"max_tokens": 0}, "max_tokens is 0; give 1 or more"),
+        ({"max_tokens": 2**31, "min_tokens": 2**31}, "min_tokens is 2147483648; give 0 to max_tokens, 2147483647"),
+        ({"temperature": -0.1}, r"temperature is -0.1; give 0 \(always the likeliest token\) to 1e5"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"top_k": 2**31}, r"top_k is 2147483648; give 0 \(all\) to 2147483647"),
         ({"temperature": float("nan")}, "temperature is nan"),
@@ -233,6 +232,11 @@ def test_several_tokens_at_once():
 def test_parameters_that_cannot_be(given, words):
     with pytest.raises(ValueError, match=f"^SamplingParams: {words}"):
         SamplingParams(**given)
+
+
+def test_a_tiny_temperature_is_none_and_many_tokens_are_cut_later():
+    assert [SamplingParams(temperature=t).temperature for t in (1e-40, 9e-6, 1e-5)] == [0, 0, 1e-5]
+    assert SamplingParams(max_tokens=10**12, min_tokens=3).max_tokens == 10**12
 
 
 def test_stops_that_can_be_read_only_once():

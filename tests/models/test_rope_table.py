@@ -112,6 +112,12 @@ def test_what_a_scaling_lacks_is_named():
             1e4,
             {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4, "original_max_position_embeddings": 64},
         ),
+        (
+            r"rope_type 'yarn': beta_fast is 1, beta_slow 32; the fast one must not be the smaller",
+            8,
+            1e4,
+            {"rope_type": "yarn", "factor": 8, "beta_fast": 1, "beta_slow": 32, "original_max_position_embeddings": 64},
+        ),
     ):
         with pytest.raises(ValueError, match=f"^rope_table: {words}"):
             rope_table(10, dim, theta, scaling)

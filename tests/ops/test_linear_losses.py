@@ -151,6 +151,32 @@ def test_divergence_of_heads(beta, reduction):
     torch.testing.assert_close(grads_of(loss, leaves), grads_of(expected, leaves), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none", "divergence"])
+def test_what_does_not_count_is_not_read(reduction):
+    """A hidden row of NaN leaves the weight's gradient as it is without that row."""
+    hidden, weight, targets = torch.randn(6, DIM), torch.randn(VOCAB, DIM, requires_grad=True), torch.arange(6)
+    kept = torch.arange(6) % 3 > 0
+
+    def grad_of(rows, counts):
+        if reduction == "divergence":
+            loss = linear_divergence(Head(hidden[rows], weight), Head(rows[:, None].float().expand(-1, DIM), weight.detach()), counts=counts)
+        else:
+            loss = linear_cross_entropy(hidden[rows], weight, targets[rows].masked_fill(~counts, -100), reduction=reduction)
+        return torch.autograd.grad(loss.sum(), weight)[0]
+
+    expected = grad_of(kept.nonzero()[:, 0], torch.ones(4, dtype=torch.bool))
+    hidden[~kept] = torch.nan
+    torch.testing.assert_close(grad_of(torch.arange(6), kept), expected)
+
+
+def test_a_teacher_has_no_gradient():
+    head = Head(torch.randn(3, 4), torch.randn(9, 4, requires_grad=True))
+    with pytest.raises(ValueError, match=r"linear_divergence: teacher.weight requires gradients, which it does not get; give teacher.weight.detach\(\)"):
+        linear_divergence(head, head)
+    with torch.no_grad():
+        linear_divergence(head, head)
+
+
 @pytest.mark.parametrize("function", [linear_cross_entropy, lambda h, w, t, bias: -token_log_probs(h, w, t, bias=bias).log_prob.mean(),
                                       lambda h, w, t, bias: linear_divergence(Head(h, w, bias), Head(h.detach(), w.detach()))])  # fmt: skip
 def test_autocast_casts_what_goes_into_the_product(function):

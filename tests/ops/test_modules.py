@@ -57,6 +57,31 @@ def test_what_a_model_keeps_beside_its_weights():
     assert 0.3 < (dropped(X) == 0).float().mean() < 0.7 and torch.equal(dropped.eval()(X, X), X + X)
 
 
+def test_under_autocast():
+    """A layer before has given bfloat16, beside parameters and a stream in float32."""
+    x, gated, plain, dropped = X.bfloat16(), onchip.GatedAct("silu", 8), onchip.Activation("relu", 16), onchip.DropoutAdd(0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        ys = [gated(x), plain(x)]
+        total = dropped(x, X)
+    assert all(y.dtype == torch.bfloat16 for y in ys) and total.dtype == torch.float32
+    dropped_out, kept = (torch.isclose(total, X + k * x.float()) for k in (0, 2))
+    assert (dropped_out | kept).all() and dropped_out.any() and kept.any()
+    sum(y.float().sum() for y in ys).backward()
+    assert gated.bias.grad.dtype == plain.bias.grad.dtype == torch.float32
+    with pytest.raises(ValueError, match=r"residual is torch.float32"):
+        dropped(x, X)
+
+
+def test_a_table_of_embeddings():
+    """As torch's `from_pretrained`."""
+    table, ids = torch.randn(9, 16), torch.tensor([[0, 2], [8, 2]])
+    ours, theirs = onchip.Embedding.from_pretrained(table, padding_idx=2), nn.Embedding.from_pretrained(table, padding_idx=2)
+    assert torch.equal(ours(ids), theirs(ids)) and ours.weight.data_ptr() == table.data_ptr() and not ours.weight.requires_grad
+    assert repr(ours) == repr(theirs) and onchip.Embedding.from_pretrained(table, freeze=False).weight.requires_grad
+    with pytest.raises(ValueError, match=r"from_pretrained: embeddings are \[16\]; give a tensor \[vocab, width\]"):
+        onchip.Embedding.from_pretrained(table[0])
+
+
 def test_a_head_and_its_loss():
     head, targets = onchip.LinearCrossEntropy(16, 9, onchip.LossTerms(smoothing=0.1), bias=True), torch.arange(24).view(3, 8) % 9
     logits = nn.functional.linear(X, head.weight, head.bias)

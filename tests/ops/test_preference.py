@@ -104,6 +104,14 @@ def test_policies_by_hand(how):
     assert d[~COUNTS].eq(0).all() and not d.isnan().any() and (how.ratio == "sequence" or d[0, 1] < 0)
 
 
+def test_a_ratio_that_no_float_holds():
+    """Cut off it has no gradient, beside an advantage of 0 neither; where it counts, it is inf, not NaN."""
+    leaf, old = torch.zeros(3, 1, requires_grad=True), torch.full((3, 1), -90.0)
+    losses = [onchip.grpo(leaf[i], old[i], a, torch.ones(1, dtype=torch.bool), BNPO) for i, a in enumerate(torch.tensor([2.0, 0.0, -1.0]))]
+    torch.testing.assert_close(torch.stack(losses), torch.tensor([-2.4, 0.0, math.inf]))
+    assert [torch.autograd.grad(loss, leaf)[0].sum().item() for loss in losses] == [0.0, 0.0, math.inf]
+
+
 def test_divergence_from_the_reference():
     reference = LOG_PROB + torch.tensor([0.3, -0.2, 0.0, 1.0])
     beta = Policy(beta=0.04, average="tokens")
@@ -140,6 +148,14 @@ def test_bad_arguments():
         (lambda: onchip.dpo(PAIR, REFERENCE, smoothing=2), "smoothing is 2, beta 0.1; give 0 to 1, and more than 0 where the loss is 'ipo'"),
         (lambda: onchip.dpo(PAIR, REFERENCE, beta=0, loss="ipo"), "smoothing is 0.0, beta 0; give"),
         (lambda: onchip.simpo(PAIR, beta=-1.0), "simpo: beta is -1.0; give 0 or more"),
+        (lambda: onchip.dpo(PAIR, REFERENCE, loss=["ipo"]), r"loss=\['ipo'\] is not one of"),
+        (lambda: onchip.simpo(PAIR, beta=math.inf), "simpo: beta is inf; give 0 or more, but a number"),
+        (lambda: onchip.simpo(Pair(NLL, NLL.long())), "simpo: log-probabilities are torch.int64; give floats"),
+        (lambda: onchip.simpo(PAIR, margin=math.nan), "simpo: margin is nan; give a number"),
+        (lambda: onchip.cpo(PAIR, NLL, weight=math.nan), "cpo: weight is nan; give a number"),
+        (lambda: onchip.kto(NLL, NLL, NLL > 0, NLL[0], weights=(1.0, math.nan)), r"kto: weights\[1\] is nan; give 0 or more"),
+        (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(clip=(-0.2, 0.2))), r"grpo: clip\[0\] is -0.2; give 0 or more"),
+        (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(length=-5)), "grpo: length is -5; give a whole number, 0 or more"),
         (lambda: onchip.kto(NLL, NLL, NLL, NLL[0]), r"desirable is torch.float32 \[2\]; give bools \[2\]"),
         (lambda: onchip.kto(NLL, NLL, NLL > 0, NLL), r"divergence is \[2\]; give one number"),
         (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES[:1], COUNTS), r"advantages \[1, 1\]; give bools \[2, 4\], and one an answer"),

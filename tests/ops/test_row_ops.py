@@ -68,6 +68,25 @@ def test_a_compiled_graph_without_gradients(name):
     torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs), function(*inputs))
 
 
+def test_sizes_that_are_symbols():
+    """Beside tensors whose sizes are numbers: buffers."""
+    how = onchip.Sampling(*(torch.ones(3, dtype=t) for t in (torch.float32, torch.int32, *(torch.float32,) * 2, *(torch.int64,) * 2)))
+    given = (torch.arange(T) != 2, torch.arange(T), torch.ones(3), torch.tensor([-1, 0, 0, 1, 1], dtype=torch.int32))
+    calls = (
+        lambda kept, x: onchip.softmax(x[..., 0], mask=kept),
+        lambda places, x: onchip.rotary(x.unsqueeze(2), x.unsqueeze(2), TABLE, places)[0],
+        lambda advantages, x: onchip.grpo(x[..., 0], x[..., 1], advantages, x[..., 2] > 0),
+        lambda parents, x: onchip.verify(x, onchip.Draft(x[:, 1:, 0].long(), None, parents), how).token,
+    )
+    x = torch.randn(3, T, W)
+    for call, buffer in zip(calls, given, strict=True):
+        module = torch.nn.Module()
+        module.register_buffer("buffer", buffer)
+        module.forward = lambda x, module=module, call=call: call(module.buffer, x)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(module, dynamic=True, fullgraph=True, backend="aot_eager")(x), module(x))
+
+
 def test_a_compiled_step_of_a_sampler():
     plan, step, x = schedule(DPM2M(), 5), torch.ones(1, dtype=torch.int64), torch.randn(2, 3, 4)
 
@@ -172,6 +191,24 @@ def test_losses_and_norms_under_torch_func():
     torch.testing.assert_close(torch.func.grad(lambda x: onchip.linear_cross_entropy(x, weight, targets))(x), expected)
     with pytest.raises(NotImplementedError, match=r"layer_norm: gradients under torch.func are not implemented; use torch.autograd.grad"):
         torch.func.grad(lambda x: onchip.layer_norm(x).sum())(x)
+
+
+def test_losses_under_vmap():
+    """What needs no memory of its own goes through; the rest says so."""
+    x, weight, targets = torch.randn(3, T, W), torch.randn(9, W), torch.arange(3 * T).view(3, T) % 9
+    for loss in (onchip.cross_entropy, lambda x, t: onchip.divergence(x, x.sin()), lambda x, t: onchip.grpo(x, x.sin(), x[:, 0], x > 0)):
+        torch.testing.assert_close(torch.vmap(loss)(x, targets), torch.stack([loss(*each) for each in zip(x, targets, strict=True)]))
+    assert torch.vmap(onchip.embedding, (0, None))(targets, weight).equal(weight[targets])
+    for call, words in (
+        (lambda x, t: onchip.linear_cross_entropy(x, weight, t), "linear_cross_entropy: torch.vmap is not implemented"),
+        (lambda x, t: onchip.token_log_probs(x, weight, t).log_prob, "token_log_probs: torch.vmap is not implemented"),
+        (lambda x, t: onchip.linear_divergence((x, weight), (x, weight)), "linear_divergence: it makes its gradients in this call"),
+        (torch.func.grad(onchip.cross_entropy), "cross_entropy: gradients under torch.vmap are not implemented"),
+        (torch.func.grad(lambda x, t: onchip.softmax(x).sum()), "softmax: gradients under torch.vmap are not implemented"),
+        (lambda x, t: torch.func.grad(lambda x: onchip.linear_cross_entropy(x, weight, t))(x), "linear_cross_entropy: torch.vmap is not implemented"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{words}"):
+            torch.vmap(call)(x, targets)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])

@@ -400,10 +400,14 @@ def test_embeddings_keep_no_answer_waiting(alone):
         ({"messages": [{"role": "user", "content": "why wait " * 5000}]}, 400, "in the first 2400 of them, and this server takes 300; shorten it"),
         ({"messages": [{"role": "user", "content": "why wait " * 60}] * 50}, 400, "the conversation has 27000 characters, 802 tokens in the first 2400"),
         ({"structured_outputs": {"regex": "a\ud800"}}, 400, "structured_outputs.regex is 'a\\ud800'"),
-        ({"structured_outputs": {"choice": ["x" * 17_000] * 4}}, 400, "this server takes 65536"),
+        ({"structured_outputs": {"choice": ["x" * 17_000] * 4}}, 400, "give one of at most 65536"),
+        ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 4000037}}}, 400, "least common multiple of more than 10000"),
         ({"structured_outputs": {"choice": ["red"]}, "min_tokens": 6}, 400, "min_tokens is 6"),
         ({"bogus": 1}, 400, "bogus is not a field"),
         ({"tools": [{"type": "function"}]}, 400, "tools is not served"),
+        ({"messages": [ASK["messages"][0], {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]}, 400, "has tool_calls, which are not served"),
+        ({"messages": [{"role": "user", "content": None}]}, 400, "messages.0.content is missing"),
+        ({"structured_outputs": {"json": False}}, 400, "the JSON schema 'false' cannot be used"),
         ({"logit_bias": {"hello": 1}}, 400, "logit_bias"),
         ({"logit_bias": {"05": 1}}, 400, "logit_bias has a key that is no token id"),
         ({"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias has a key that is no token id"),
@@ -436,6 +440,28 @@ def test_a_mistake_is_one_sentence(live, changes, status, words):
 def test_a_body_that_is_no_json(live, body):
     answer = live.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_tokens": 10**12, "min_tokens": 3, "stop": ["e", "a", "o", " "]},
+        {"temperature": 1e-9},
+        {"messages": [ASK["messages"][0], {"role": "assistant", "content": None}, ASK["messages"][0]]},
+        {"structured_outputs": {"json": True}, "temperature": 0.0, "logit_bias": {}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_asks_for_nothing_odd_is_served(live, changes):
+    answer = live.http.post("/v1/chat/completions", json=ASK | {"max_tokens": 4} | changes)
+    assert answer.status_code == 200, answer.text
+
+
+def test_each_route_has_its_own_name(live, recwarn):
+    ids = [one["operationId"] for path in live.http.get("/openapi.json").json()["paths"].values() for one in path.values()]
+    assert len(set(ids)) == len(ids) and not [w for w in recwarn if "operation" in str(w.message).lower()]
+    assert live.http.head("/health").status_code == 200
 
 
 def test_a_body_without_a_length_keeps_to_the_limit_too(live):

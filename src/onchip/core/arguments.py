@@ -5,6 +5,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from onchip.core.parts import is_whole
+
 
 def check_tensors(name: str, **given: Tensor | None) -> None:
     """Each is a dense tensor where the first one is, or, but for that one, None."""
@@ -21,14 +23,34 @@ def check_tensors(name: str, **given: Tensor | None) -> None:
             raise ValueError(f"{name}: {what} is on {t.device}, {leader[0]} on {leader[1]}; move one of them")
 
 
-def check_numbers(name: str, **given: float) -> None:
-    """A tensor is none: its gradient would be lost, and to read it is to wait for the device."""
+COLD = 1e-30  # what logits are divided by at least: float32 has no 1 / 1e-40
+
+
+def check_numbers(name: str, least: float | None = None, **given: float) -> None:
+    """A tensor is none: its gradient would be lost, and to read it is to wait for the device. Nor is NaN, nor a number below `least`."""
     for what, number in given.items():
         if not isinstance(number, Real):
             raise TypeError(f"{name}: {what} is {number!r:.60}; give a number")
+        if number != number or (least is not None and number < least):
+            raise ValueError(f"{name}: {what} is {number}; give {'a number' if least is None else f'{least:g} or more'}")
+
+
+def check_pair(name: str, least: float | None = None, **given: tuple[float, float]) -> None:
+    """Each is a tuple or list of two numbers."""
+    for what, pair in given.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name}: {what} is {pair!r:.60}; give two numbers")
+        check_numbers(name, least, **{f"{what}[{n}]": number for n, number in enumerate(pair)})
+
+
+def check_count(name: str, least: int, **given: int) -> None:
+    """Each is a whole number."""
+    for what, number in given.items():
+        if not is_whole(number) or number < least:
+            raise ValueError(f"{name}: {what} is {number!r:.60}; give a whole number, {least} or more")
 
 
 def refuse_gradients(name: str, way_out: str, *tensors: Tensor | None) -> None:
     """For what has none, where they would be lost in silence."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise NotImplementedError(f"{name}: gradients are not implemented; call it under torch.no_grad(), or {way_out}")

@@ -91,6 +91,7 @@ EXTRAS = {
     "batch_invariant": "a row's result does not depend on its neighbours in the batch",
     "deterministic": "gradients are the same bits in every run",
     "dropout": "weights are dropped at random",
+    "key_scales": "keys or values in e4m3 have more scales than one a head",
     "latent": "values are the first columns of the keys, in the same memory",
     "score_grad": "gradients to the tensors that the score reads",
     "sinks": "a learnt logit a head joins the softmax's sum",

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_tensors
+
 BLOCK = 128  # tokens that may share a scale
 LARGEST = 448.0  # of e4m3
 SMALLEST = 2.0**-50  # a scale that `quantise` gives, of tokens that are 0 too: products of three are still numbers
@@ -31,6 +33,11 @@ class Scales(NamedTuple):
             return BLOCK
         raise ValueError(f"scales of {n} for {length} tokens; accepted are 1, {-(-length // BLOCK)} (one for each {BLOCK}) and {length}: reshape them")
 
+    def extras(self, len_q: int, len_k: int) -> tuple[str, ...]:
+        """What a Problem says of them, as `problem.EXTRAS` has it."""
+        of_q, of_k, of_v = Scales.share(self.q, len_q), Scales.share(self.k, len_k), Scales.share(self.v, len_k)
+        return ("key_scales",) * bool(of_k or of_v) + ("token_scales",) * (1 in (of_q, of_k, of_v))
+
     @staticmethod
     def of_tokens(scale: Tensor, length: int) -> Tensor:
         """The same with one for each token, [batch, heads, length]."""
@@ -55,6 +62,7 @@ class Quantised(NamedTuple):
 
     def dequantised(self) -> Tensor:
         """In float32; its gradient is the source's."""
+        check_tensors("dequantised", values=self.values, scale=self.scale)
         values, scale = (self.values, self.scale) if self.source is None else (self.values.detach(), self.scale.detach())
         x = values.float() * Scales.of_tokens(scale, values.shape[1]).transpose(1, 2)[..., None]
         return x if self.source is None else _Through.apply(x, self.source)

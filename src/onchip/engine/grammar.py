@@ -5,11 +5,18 @@ ahead. Ambiguous ones take longer, and end where they would keep a batch waiting
 It is an extra (`pip install '.[serve]'`) and is imported by the first grammar.
 """
 
+import contextlib
 import json
+import math
+import re
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +27,16 @@ KINDS = ("json", "regex", "lark")
 # JSON on one line with fixed separators: with free white space a small model may fill its context with line breaks
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# Of llguidance's 50,000, 200,000 and 250,000: with these the worst of ten hostile grammars takes 13 ms for its first masks (AMD Zen 5, 49,152 tokens), before
-# 1.2 s; a choice of 1,500 words, an enum of 3,000 and a schema of 200 fields go through.
-LIMITS = {"step_max_items": 5_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
+LONGEST = 1 << 16  # characters; one of 400,000 keeps a thread for 0.8 s
+# llguidance goes down a chain of rules by recursion: of the longest that LONGEST can say 16 to 32 MiB, with parentheses around each up to 114
+STACK = 256 << 20
+# What no limit of llguidance bounds: of 5,000 terminals, or of as many repetitions, one in another, it reads for half a minute, of 1,000 for 0.2 s; and for a
+# multipleOf of 4,000,037 it made 1.9 GB of states in 44 s
+MOST_REPEATS, MOST_MULTIPLE = 1_000, 10_000
+
+# Of llguidance's 1,000,000, 50,000, 200,000 and 250,000: with these the worst of ten hostile grammars takes 13 ms for its first masks (AMD Zen 5, 49,152
+# tokens), before 1.2 s, and `a?` ten thousand times is refused; a choice of 1,500 words, an enum of 3,000 and a schema of 200 fields go through.
+LIMITS = {"initial_lexer_fuel": 50_000, "step_max_items": 5_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
 # An ambiguous grammar stays below them for 60 tokens, and comes to 0.4 s a mask. So a server has a `Budget` too
 EACH, BEYOND = 0.002, 0.1
 KEPT = 8  # grammars, the last ones: what their lexers have learnt makes a mask of 64 answers 2.4 ms instead of 11
@@ -48,6 +62,8 @@ class Grammar:
             raise GrammarError(f"Grammar: kind is {self.kind!r}; give one of {', '.join(KINDS)}")
         if not isinstance(self.text, str):
             raise GrammarError(f"Grammar: text is {self.text!r:.60}; give a str, of a schema json.dumps(schema)")
+        if len(self.text) > LONGEST:
+            raise GrammarError(f"the {self.kind} grammar has {len(self.text)} characters; give one of at most {LONGEST}")
 
     @staticmethod
     def of_choices(choices: Sequence[str]) -> "Grammar":
@@ -120,6 +136,7 @@ class _Wrapped:
 
     def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]):
         self._tokenizer, self.tokens = tokenizer, pieces
+        tokenizer.literal("")  # which copies the tokenizer once: not in the time of the first grammar's budget
         self.eos_token_id = min(tokenizer.eos)
         self.special_token_ids = sorted(tokenizer.special | tokenizer.eos)
 
@@ -134,10 +151,9 @@ class Matcher:
     """
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar, tokens: Sequence[int] = ()):
-        import llguidance
-
         self.vocabulary, self.grammar, self.budget, self._tokens = vocabulary, grammar, None, []
-        self._matcher = llguidance.LLMatcher(vocabulary.tokenizer, _source(grammar), log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+        _check_size(grammar)
+        self._matcher = _deep(_read, vocabulary.tokenizer, grammar)
         if self._matcher.is_error():
             raise GrammarError(f"the {grammar.kind} grammar {grammar.text!r:.60} cannot be used: {_line(self._matcher.get_error())}")
         for token in tokens:
@@ -184,6 +200,59 @@ class Matcher:
             self.budget.spend(time.thread_time() - begin)
 
 
+_STARTING = threading.Lock()  # the size of a stack is the process's until the thread has started
+
+
+def _deep(call: Callable, *given: object) -> Any:
+    """`call(*given)` on a stack of its own, deep enough for all that `LONGEST` characters can say: past a stack's end the process dies."""
+    with ThreadPoolExecutor(1, "onchip-deep") as thread:
+        with _STARTING:
+            before = threading.stack_size(STACK)
+            try:
+                done = thread.submit(call, *given)
+            finally:
+                threading.stack_size(before)
+        return done.result()
+
+
+def _read(tokenizer: Any, grammar: Grammar) -> Any:
+    import llguidance
+
+    return llguidance.LLMatcher(tokenizer, _source(grammar), log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+
+
+# what stands between quotes or slashes of a Lark text, or behind // or #, in which nothing is repeated
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+
+
+def _check_size(grammar: Grammar) -> None:
+    """Raises GrammarError for what would take seconds, or gigabytes, to be read."""
+    if grammar.kind == "lark" and (count := len(re.findall(r"[*+?~{[&]|[A-Z][A-Z0-9_]*(?:\.\d+)?\s*:", _QUOTED.sub("", grammar.text)))) > MOST_REPEATS:
+        raise GrammarError(f"the lark grammar has {count} terminals and signs *, +, ?, ~, {{}}, [] and &; {MOST_REPEATS} are the most: give a smaller one")
+    if math.lcm(*_multiples(grammar)) > MOST_MULTIPLE:
+        raise GrammarError(
+            f"all multipleOf of the {grammar.kind} grammar have a least common multiple of more than {MOST_MULTIPLE}; give smaller or fewer ones"
+        )
+
+
+def _multiples(grammar: Grammar) -> list[int]:
+    """Each `multipleOf` of a schema, or of those inside of a Lark text, by its digits: remainders of 0.25 are those of 25."""
+    found: list[int] = []
+
+    def collect(pairs: list[tuple[str, object]]) -> None:
+        for name, value in pairs:
+            if name == "multipleOf" and isinstance(value, Decimal) and value > 0:
+                _, digits, exponent = value.normalize().as_tuple()
+                found.append(int("".join(map(str, digits))) * 10 ** max(0, min(exponent, 9)))
+
+    read = json.JSONDecoder(object_pairs_hook=collect, parse_float=Decimal, parse_int=Decimal).raw_decode
+    starts = [0] if grammar.kind == "json" else [match.end() for match in re.finditer(r"%json\s*", grammar.text)] if grammar.kind == "lark" else []
+    for start in starts:
+        with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong; it takes 128 levels, fewer than Python
+            read(grammar.text.lstrip() if not start else grammar.text, start)
+    return found
+
+
 def _source(grammar: Grammar) -> str:
     """llguidance's own form of a grammar."""
     import llguidance
@@ -194,8 +263,11 @@ def _source(grammar: Grammar) -> str:
         return llguidance.LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "lark":
         return llguidance.LLMatcher.grammar_from_lark(grammar.text)
+    text = "{}" if grammar.text.strip() == "true" else grammar.text
+    if text.strip() == "false":
+        raise GrammarError("the JSON schema 'false' cannot be used: it allows no answer; give an object, or true for any JSON")
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=COMPACT)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
     except ValueError as error:
         raise GrammarError(f"the JSON schema {grammar.text!r:.60} cannot be used: {_line(str(error))}") from None
 

@@ -284,7 +284,7 @@ class LLM:
 
     def _launch(self, work: list[Work], events: list[Event]) -> str:
         """Start a step. Where memory runs out, those whose prompts asked for it end."""
-        prompts = [] if work is self.runner.decodes else [w.request for w in work if w.last and w.prompt]
+        prompts = [] if work is self.runner.decodes else [w.request for w in work if w.last and (w.prompt or self.scheduler.awaits(w.request))]
         try:
             with dispatch.record() as decisions:
                 launched = self.runner.launch(work)

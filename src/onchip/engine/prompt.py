@@ -40,8 +40,8 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer
     settings = chat if isinstance(chat, Mapping) else None
     chat = chat is not False
     if isinstance(prompt, str):
-        if not prompt.strip():
-            raise ValueError(f"{name} is empty; give at least one word")
+        if not prompt:
+            raise ValueError(f"{name} is empty; give at least one character")
         if tokenizer is None:
             raise ValueError(f"{name} is text and this model has no tokenizer.json; add it, or give token ids instead of text")
         ids = tokenizer.chat([{"role": "user", "content": prompt}], settings=settings) if chat else tokenizer.encode(prompt)

@@ -18,6 +18,7 @@ from onchip.models.kinds import MOST, Kind, check_options, is_whole, of_type
 from onchip.ops.sampling import MOST_TOP
 
 MOST_BIASED = 512  # tokens of a request with a logit bias, or that min_tokens forbids
+LEAST_TEMPERATURE = 1e-5  # logits over less overflow
 MOST_SAMPLES = 1 << 16  # of a prompt: all of them are made before one runs
 WHOLE = Kind("a whole number", lambda value: is_whole(value, -math.inf, math.inf))
 REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool))
@@ -44,7 +45,7 @@ KINDS = {  # of sampling parameters, looked at before their values: what is none
 class SamplingParams:
     """How to continue a prompt.
 
-    max_tokens    most new tokens.               temperature   0: always the likeliest token.
+    max_tokens    most new tokens, which the context may cut.        temperature   less than 1e-5 is 0: always the likeliest token.
     top_k         0: all.                        top_p, min_p, typical_p  1, 0 and 1: all. The order is temperature, top-k, top-p, min-p, typical.
     seed          None: a fresh one. The same seed, prompt, device and batch size give the same tokens: noise depends on the
                   seed and the position alone, but a GPU's matrix products round differently in batches of another size.
@@ -86,8 +87,8 @@ class SamplingParams:
         check_options("SamplingParams: ", vars(self), KINDS)
         bias, most = self.logit_bias, f"0 to {MOST_TOP}, or None"
         checks = (
-            (1 <= self.max_tokens <= MOST, "max_tokens", f"1 to {MOST}"),
-            (self.temperature == 0 or 1e-5 <= self.temperature <= 1e5, "temperature", "0 (always the likeliest token), or 1e-5 to 1e5"),
+            (self.max_tokens >= 1, "max_tokens", "1 or more"),
+            (0 <= self.temperature <= 1e5, "temperature", "0 (always the likeliest token) to 1e5"),
             (0 <= self.top_k <= MOST, "top_k", f"0 (all) to {MOST}"),
             (0 < self.top_p <= 1, "top_p", "more than 0 and at most 1 (all)"),
             (0 <= self.min_p < 1, "min_p", "at least 0 (all) and less than 1"),
@@ -95,7 +96,7 @@ class SamplingParams:
             (all(isinstance(s, str) and s for s in self.stop), "stop", "a list of strings that are not empty"),
             (0 < self.typical_p <= 1, "typical_p", "more than 0 and at most 1 (all)"),
             (all(map(_token, self.stop_token_ids)), "stop_token_ids", "a list of token ids"),
-            (0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens, {self.max_tokens}"),
+            (0 <= self.min_tokens <= min(self.max_tokens, MOST), "min_tokens", f"0 to max_tokens, {min(self.max_tokens, MOST)}"),
             (not (self.grammar and self.min_tokens), "min_tokens", "0 beside a grammar, which says itself where the answer may end"),
             (1 <= self.n <= MOST_SAMPLES, "n", f"1 to {MOST_SAMPLES}"),
             (1e-3 <= self.repetition_penalty <= 1e3, "repetition_penalty", "0.001 to 1000; 1 is none"),  # logits of 60 stay finite in float16
@@ -110,6 +111,8 @@ class SamplingParams:
         for good, name, accepted in checks:
             if not good:
                 raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r:.60}; give {accepted}")
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def penalised(self) -> bool:

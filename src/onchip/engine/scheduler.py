@@ -98,6 +98,10 @@ class Scheduler:
         self._stirred()
         self._bring_samples(request)
 
+    def awaits(self, request: Request) -> bool:
+        """Whether its prompt is not done: its last chunk may be one token, which looks like a decode."""
+        return request in self._held
+
     def prompt_done(self, request: Request) -> None:
         """Its prompt is computed, or about to be before anything that is launched later: others may begin from it."""
         self.cache.insert(self._learnt(request), request.pages)

@@ -142,7 +142,10 @@ def _yarn(frequencies: Tensor, dim: int, theta: float, s: Mapping[str, Any]) -> 
     def turns(count: float) -> float:  # the dimension that turns `count` times over the old context
         return dim * math.log(old / (count * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = turns(s.get("beta_fast") or 32), turns(s.get("beta_slow") or 1)
+    fast, slow = s.get("beta_fast") or 32, s.get("beta_slow") or 1
+    if fast < slow:
+        raise ValueError(f"rope_table: rope_type 'yarn': beta_fast is {fast}, beta_slow {slow}; the fast one must not be the smaller")
+    first, last = turns(fast), turns(slow)
     if s.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.problem import Rows
 from onchip.dispatch import select
-from onchip.ops.differentiable import Rule, differentiable
+from onchip.ops.differentiable import Rule, as_autocast, differentiable
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "mish")
 LAYOUTS = ("halves", "interleaved")
@@ -33,16 +33,18 @@ def gated_act(
     act      "silu" for SwiGLU, "gelu" (exact) or "gelu_tanh" for GeGLU, "relu" for ReGLU, "relu2" (squared; So et al., 2021), "mish" (Misra, 2019),
              or `Clipped()` for gpt-oss.
     layout   "halves": the gates first, then the ups; "interleaved": gate, up, gate, up, as gpt-oss stores them.
+    Under autocast a bias of another dtype is cast to x's.
     Gradients go to x and to the bias; they are computed from x again, so that nothing else is kept. A sum over rows has one order.
     """
     parts = act if isinstance(act, Clipped) else None
     if parts is not None:
-        check_numbers("gated_act", **parts._asdict())
+        check_numbers("gated_act", alpha=parts.alpha)
+        check_numbers("gated_act", 0, limit=parts.limit)
     elif act not in ACTIVATIONS:
         raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)} or a Clipped")
     if layout not in LAYOUTS:
         raise ValueError(f"gated_act: layout={layout!r} is not one of {', '.join(LAYOUTS)}")
-    _check_input("gated_act", x, bias)
+    bias = _check_input("gated_act", x, bias)
     if x.shape[-1] % 2:
         raise ValueError(f"gated_act: width {x.shape[-1]} is odd; x holds as many gates as ups")
     words = ("clipped" if parts else act) + " interleaved" * (layout == "interleaved")
@@ -59,16 +61,20 @@ def activate(
     """`act(x + bias)`, of the shape of x: "silu", "gelu" (exact), "gelu_tanh", "relu", "relu2" (squared) or "mish". Gradients as of `gated_act`."""
     if act not in ACTIVATIONS:
         raise ValueError(f"activate: act={act!r} is not one of {', '.join(ACTIVATIONS)}")
-    _check_input("activate", x, bias)
+    bias = _check_input("activate", x, bias)
     return _run("activate", x, bias, act, *Clipped(), kernel)
 
 
-def _check_input(name: str, x: Tensor, bias: Tensor | None) -> None:
+def _check_input(name: str, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The bias, under autocast in x's dtype."""
     check_tensors(name, x=x, bias=bias)
     if not x.ndim:
         raise ValueError(f"{name}: x is []; give [..., width]")
+    if bias is not None and bias.dtype != x.dtype and as_autocast(x):
+        bias = bias.to(x.dtype)
     if bias is not None and (bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
         raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)}; give {x.dtype} [{x.shape[-1]}], as wide as x")
+    return bias
 
 
 # ---- the operators

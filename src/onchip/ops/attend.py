@@ -16,7 +16,6 @@ from onchip.core.kernel import Unsupported
 from onchip.core.masks import Band, as_mask
 from onchip.core.parts import Exactly
 from onchip.core.problem import Attention, Dropout, Operands, Rows
-from onchip.core.scales import Scales
 from onchip.core.scores import Score
 from onchip.dispatch import Decision, recorders, select, sentences, sm_margin
 from onchip.kernels.attention import reference
@@ -198,6 +197,8 @@ def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor, keys: in
         check_sinks(how.sinks, sizes.dims[3], q)
         x = x._replace(sinks=how.sinks)
         extras += ("sinks",)
+    if x.scales is not None:
+        extras += x.scales.extras(*sizes.dims[1:3])
     if x.drop:
         extras += ("dropout",)
     if how.deterministic:
@@ -358,8 +359,7 @@ class _Once(torch.autograd.Function):
 
 def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, out, lse, d_out, d_lse=None):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
-    token_scales = x.scales is not None and 1 in map(Scales.share, x.scales, (q.shape[1], k.shape[1], k.shape[1]))
-    problem = backward_problem(problem, torch.are_deterministic_algorithms_enabled(), any(t.requires_grad for t in x.score), token_scales)
+    problem = backward_problem(problem, torch.are_deterministic_algorithms_enabled(), any(t.requires_grad for t in x.score))
     return backward_decision(problem, q.device, kernel).launch(q, k, v, out, lse, d_out, d_lse, x)
 
 
@@ -375,6 +375,6 @@ def backward_decision(problem: Attention, device: torch.device | Device, kernel:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def backward_problem(problem: Attention, deterministic: bool, score_grad: bool = False, token_scales: bool = False) -> Attention:
-    asked = {"deterministic": deterministic, "score_grad": score_grad, "token_scales": token_scales}
+def backward_problem(problem: Attention, deterministic: bool, score_grad: bool = False) -> Attention:
+    asked = {"deterministic": deterministic, "score_grad": score_grad}
     return problem._replace(op="backward", extras=tuple(sorted({*problem.extras, *(name for name, wanted in asked.items() if wanted)})))

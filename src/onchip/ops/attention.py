@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onchip.core.formats import Codes
 from onchip.core.masks import Causal, Full, Mask
+from onchip.core.parts import is_whole
 from onchip.core.problem import Dropout, Operands
 from onchip.core.scales import SHARES, Quantised
 from onchip.core.scores import chain
@@ -243,7 +244,7 @@ def quantise(
 
     share      what shares a scale of q and k: "head" (all tokens of it), "block" (128 tokens) or "token". v has one a head, as in FlashAttention-3's
                interface: one of its tokens would be part of their weights, of which the largest then would be rounded (with outliers 5 to 14% more error).
-    rotation   random signs, float32 [dim], see `random_signs`: q and k are multiplied by diag(signs) H / sqrt(dim) with H the Walsh-Hadamard
+    rotation   random signs, +1 and -1, floats [dim], see `random_signs`: q and k are multiplied by diag(signs) H / sqrt(dim) with H the Walsh-Hadamard
                matrix, which changes no score, and spreads what is large in few channels over all (dim a power of two).
 
     Gradients come back as if nothing had been rounded, by the `source` of each (see `Quantised`). Raises ValueError for a share or signs that do not fit.
@@ -257,19 +258,27 @@ def quantise(
         raise ValueError(f"quantise: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
     dim = q.shape[-1]
     if rotation is not None:
-        if not isinstance(rotation, Tensor) or rotation.shape != (dim,) or dim & (dim - 1):
-            given = list(rotation.shape) if isinstance(rotation, Tensor) else type(rotation).__name__
-            raise ValueError(f"quantise: rotation is {given} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
-        rotation = rotation.to(q.device, torch.float32).contiguous()
+        rotation = e4m3.signs_of(rotation, dim, q.device)
     run = graph.quantise if graph.in_graph("auto", q, k, v) else e4m3.quantise
     given = (q, share, rotation), (k, share, rotation), (v, "head", None)
     return tuple(Quantised(*run(x, each, signs), e4m3.source_of(x, signs)) for x, each, signs in given)
 
 
 def random_signs(dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """+1 and -1, float32 [dim], the same for the same seed on every device: the rotation of `quantise`. Made once, outside of what is compiled."""
-    drawn = torch.randint(0, 2, (dim,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return (2 * drawn - 1).to(device, torch.float32)
+    """+1 and -1, float32 [dim], the same for the same seed on every device: the rotation of `quantise`. Made once, outside of what is compiled.
+
+    Raises ValueError for a dim that is no power of two, a seed that is no integer of 64 bits, and what names no device.
+    """
+    if not is_whole(dim) or not 1 <= dim < 1 << 62 or dim & (dim - 1):
+        raise ValueError(f"random_signs: dim is {dim!r:.60}; give the head dimension of q and k, a power of two")
+    if not is_whole(seed) or not -1 << 63 <= seed < 1 << 64:
+        raise ValueError(f"random_signs: seed is {seed!r:.60}; give an integer of 64 bits")
+    try:
+        where = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"random_signs: device is {device!r:.60}; give cpu, cuda or cuda:N") from error
+    drawn = torch.randint(0, 2, (dim,), generator=torch.Generator("cpu").manual_seed(int(seed)), device="cpu")
+    return (2 * drawn - 1).to(where, torch.float32)
 
 
 __all__ = ["Dropout", "PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"]

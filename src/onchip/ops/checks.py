@@ -32,9 +32,9 @@ def taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None, tuple[T
     if bare:
         raise TypeError(f"attention: of q, k, v, {' and '.join(bare)} not Quantised; give all three as onchip.quantise makes them, or plain tensors")
     odd = [f"{name}.{field}" for name, t in (("q", q), ("k", k), ("v", v)) for field in t._fields[: 2 + (t.source is not None)]
-           if not isinstance(getattr(t, field), Tensor)]  # fmt: skip
+           if not is_dense(getattr(t, field))]  # fmt: skip
     if odd:
-        raise TypeError(f"attention: {' and '.join(odd)} not tensors; give Quantised(values, scale) as onchip.quantise makes it")
+        raise TypeError(f"attention: {' and '.join(odd)} not dense tensors; give Quantised(values, scale) as onchip.quantise makes it")
     if q.source is k.source is v.source is None:
         return q.values, k.values, v.values, Scales(q.scale, k.scale, v.scale), None
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -222,6 +222,10 @@ def check_longest(name: str, *given) -> None:
         if not isinstance(longest, Tensor) or longest.ndim or longest.is_floating_point():
             shown = kind_of(longest) if isinstance(longest, Tensor) else repr(longest)
             raise ValueError(f"{name}: longest is {shown}; give a whole number of tokens, or None to have it read from the offsets")
+
+
+def is_dense(tensor) -> bool:
+    return isinstance(tensor, Tensor) and not tensor.is_nested and tensor.layout == torch.strided
 
 
 def kind_of(tensor) -> str:

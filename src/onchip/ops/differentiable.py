@@ -29,10 +29,15 @@ class Rule(NamedTuple):
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in autocast's dtype where it is on for the first one's device and that holds floats; doubles stay, as torch leaves them."""
     first = tensors[0]
-    if first.is_meta or not torch.is_autocast_enabled(first.device.type) or not first.is_floating_point() or first.dtype == torch.float64:
+    if not as_autocast(first) or not first.is_floating_point() or first.dtype == torch.float64:
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(t if t is None else t.to(dtype) for t in tensors)
+
+
+def as_autocast(x: Tensor) -> bool:
+    """Whether autocast is on where x is: what goes beside it may then be of another dtype, for layers before have cast it."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule) -> Callable:
@@ -45,6 +50,7 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     eager = type(name, (torch.autograd.Function,), {})
     eager.forward = staticmethod(forward)
     eager.setup_context = staticmethod(rule.keep)
+    eager.vmap = staticmethod(functools.partial(_no_vmap, name))
     again = functools.partial(_Once.apply, name, backward)
     eager.backward = staticmethod(lambda ctx, *grads: rule.back(ctx, again if torch.is_grad_enabled() else backward, *grads))
 
@@ -56,6 +62,10 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
         return forward(*inputs)
 
     return call
+
+
+def _no_vmap(name: str, *_):
+    raise NotImplementedError(f"{name}: gradients under torch.vmap are not implemented; loop over the batch, or give it as more rows")
 
 
 def once(name: str, run: Callable):

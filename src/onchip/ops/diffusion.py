@@ -12,17 +12,21 @@ import torch
 from torch import Tensor
 
 from onchip.core import philox
-from onchip.core.arguments import check_tensors
+from onchip.core.arguments import check_count, check_numbers, check_tensors
+from onchip.core.parts import is_whole
 from onchip.core.problem import Rows
+from onchip.core.trace import readable
 from onchip.dispatch import select
 
 PREDICTIONS = ("epsilon", "v", "sample", "flow")
 SPACINGS = ("leading", "trailing", "linspace")
+LAST = ("zero", "first")
 FEW = 15  # steps: with fewer, DPM2M's last one is of first order
 
 
 class Betas(NamedTuple):
-    """The noise a model was trained with: betas from `start` to `end`, linear in their square roots (`scaled`, Stable Diffusion) or in themselves.
+    """The noise a model was trained with: betas from `start` to `end`, between 0 and 1, linear in their square roots (`scaled`, Stable Diffusion)
+    or in themselves.
 
     last   noise left after the last step: "zero", or "first", that of training step 0 (diffusers: set_alpha_to_one=False).
     """
@@ -42,13 +46,13 @@ class Flow(NamedTuple):
 
 
 class DDPM(NamedTuple):
-    """Ancestral sampling (Ho et al., 2020), the smaller variance; data cut off at +-clip, None: not."""
+    """Ancestral sampling (Ho et al., 2020), the smaller variance; data cut off at +-clip, above 0, None: not."""
 
     clip: float | None = None
 
 
 class DDIM(NamedTuple):
-    """Song et al. (2021); eta 0 draws no noise, 1 as much as DDPM."""
+    """Song et al. (2021); eta 0 draws no noise, 1 as much as DDPM, no more."""
 
     eta: float = 0.0
     clip: float | None = None
@@ -110,15 +114,9 @@ def schedule(
     """The Schedule of `steps` steps, computed in float64 and copied to the device once.
 
     prediction   what the model gives: "epsilon" the noise, "v" (alpha noise - sigma data; Salimans and Ho, 2022), "sample" the data, "flow" (noise - data).
+    Raises ValueError for numbers that are out of range, and for what does not go together.
     """
-    if not isinstance(sampler, (DDPM, DDIM, Euler, DPM2M)):
-        raise ValueError(f"schedule: sampler is {sampler!r:.60}; give DDPM(), DDIM(), Euler() or DPM2M()")
-    if prediction not in PREDICTIONS:
-        raise ValueError(f"schedule: prediction={prediction!r} is not one of {', '.join(PREDICTIONS)}")
-    if spacing.kind not in SPACINGS:
-        raise ValueError(f"schedule: spacing={spacing.kind!r} is not one of {', '.join(SPACINGS)}")
-    if not 1 <= steps <= noise.steps:
-        raise ValueError(f"schedule: steps={steps}; give 1 to {noise.steps}, the steps of training")
+    _check_plan(sampler, steps, noise, prediction, spacing)
     flow = isinstance(noise, Flow)
     if flow != (prediction == "flow") or (flow and not isinstance(sampler, (Euler, DPM2M))):
         raise ValueError(
@@ -185,15 +183,24 @@ def noise_state(seed: int | None, device: torch.device) -> Tensor:
 
 
 def _check(x: Tensor, output: Tensor, plan: Schedule, step: Tensor, guidance: float | None, history: Tensor | None, state: Tensor | None) -> None:
+    if not isinstance(plan, Schedule):
+        raise TypeError(f"denoise_step: plan is a {type(plan).__name__}; give what schedule(...) makes")
     check_tensors("denoise_step", x=x, output=output, plan=plan.table, step=step, history=history, state=state)
+    if guidance is not None:
+        check_numbers("denoise_step", guidance=guidance)
+    if not x.ndim:
+        raise ValueError("denoise_step: x is []; give [batch, ...]")
     if step.numel() != 1 or step.dtype != torch.int64:
         raise ValueError(f"denoise_step: step is {step.dtype} {list(step.shape)}; give int64 [] or [1]")
+    if readable(step) and not 0 <= step.item() < plan.steps:
+        raise ValueError(f"denoise_step: step is {step.item()}; give 0 to {plan.steps - 1}, a row of the plan")
     shape = x.shape if guidance is None else (2 * len(x), *x.shape[1:])
-    if output.shape != shape:
-        raise ValueError(f"denoise_step: output is {list(output.shape)}; give {list(shape)}" + ", without and with the prompt" * (guidance is not None))
-    if "second" in plan.words and (history is None or history.shape != x.shape):
+    if output.shape != shape or not output.is_floating_point():
+        with_prompt = ", without and with the prompt" * (guidance is not None)
+        raise ValueError(f"denoise_step: output is {output.dtype} {list(output.shape)}; give floats {list(shape)}{with_prompt}")
+    if "second" in plan.words and (history is None or history.shape != x.shape or not history.is_floating_point()):
         raise ValueError("denoise_step: a DPM2M plan looks at the step before; give history, what the last call returned second, at first a tensor like x")
-    if "noisy" in plan.words and state is None:
+    if "noisy" in plan.words and (state is None or state.dtype != torch.int64 or state.shape != (2,)):
         raise ValueError("denoise_step: the plan draws noise; give state=noise_state(seed, device)")
 
 
@@ -203,6 +210,37 @@ def _step_forward(x, output, plan, step, guidance, history, state, kernel):
     history = history if "second" in plan.words else None
     with torch.no_grad():
         return select(problem, x.device, kernel).launch(x, output, plan.table, step, guidance or 0.0, history, state, plan.clip)
+
+
+def _check_plan(sampler, steps: int, noise: Betas | Flow, prediction: str, spacing: Spacing) -> None:
+    if not isinstance(sampler, (DDPM, DDIM, Euler, DPM2M)):
+        raise ValueError(f"schedule: sampler is {sampler!r:.60}; give DDPM(), DDIM(), Euler() or DPM2M()")
+    if not isinstance(noise, (Betas, Flow)) or not isinstance(spacing, Spacing):
+        raise TypeError(f"schedule: noise is {noise!r:.60}, spacing {spacing!r:.60}; give Betas(...) or Flow(...), and Spacing(...)")
+    if prediction not in PREDICTIONS:
+        raise ValueError(f"schedule: prediction={prediction!r} is not one of {', '.join(PREDICTIONS)}")
+    if spacing.kind not in SPACINGS:
+        raise ValueError(f"schedule: spacing={spacing.kind!r} is not one of {', '.join(SPACINGS)}")
+    check_count("schedule", 1, **{"noise.steps": noise.steps})
+    check_count("schedule", 0, **{"spacing.offset": spacing.offset})
+    if not is_whole(steps) or not 1 <= steps <= noise.steps:
+        raise ValueError(f"schedule: steps={steps!r:.60}; give 1 to {noise.steps}, the steps of training")
+    if (clip := getattr(sampler, "clip", None)) is not None:
+        check_numbers("schedule", **{"sampler.clip": clip})
+        if clip <= 0:
+            raise ValueError(f"schedule: sampler.clip is {clip}; give a number above 0, or None")
+    if isinstance(sampler, DDIM):
+        check_numbers("schedule", 0, **{"sampler.eta": sampler.eta})
+        if sampler.eta > 1:
+            raise ValueError(f"schedule: sampler.eta is {sampler.eta}; give 0 to 1")
+    if isinstance(noise, Flow):
+        check_numbers("schedule", **{"noise.shift": noise.shift})
+        if not 0 < noise.shift < math.inf:
+            raise ValueError(f"schedule: noise.shift is {noise.shift}; give a number above 0")
+        return
+    check_numbers("schedule", **{"noise.start": noise.start, "noise.end": noise.end})
+    if not (0 < noise.start < 1 and 0 < noise.end < 1) or noise.last not in LAST or not isinstance(noise.scaled, bool):
+        raise ValueError(f"schedule: noise is {noise}; give a start and an end between 0 and 1, scaled=True or False, and last={' or '.join(map(repr, LAST))}")
 
 
 # ---- coefficients

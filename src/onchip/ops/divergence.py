@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_numbers, check_tensors
+from onchip.core.arguments import COLD, check_numbers, check_tensors
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, autocast, differentiable
@@ -43,8 +43,7 @@ def divergence(
     check_tensors("divergence", student=student, teacher=teacher, counts=counts)
     check_reduction("divergence", reduction)
     _check("divergence", student, teacher, counts, beta, temperature)
-    if teacher.requires_grad and torch.is_grad_enabled():
-        raise ValueError("divergence: teacher requires gradients, which it does not get; give teacher.detach()")
+    _check_teacher("divergence", teacher=teacher)
     rows = [t.reshape(-1, t.shape[-1]) for t in (student, teacher)]
     loss, _ = _rows(*rows, None if counts is None else counts.reshape(-1), float(beta), float(temperature), kernel)
     if reduction == "none":
@@ -69,6 +68,7 @@ def linear_divergence(
     student, teacher = Head(*student), Head(*teacher)
     check_tensors("linear_divergence", **{f"student.{k}": t for k, t in student._asdict().items()}, counts=counts)
     check_tensors("linear_divergence", **{f"teacher.{k}": t for k, t in teacher._asdict().items()}, student=student.hidden)
+    _check_teacher("linear_divergence", **{f"teacher.{k}": t for k, t in teacher._asdict().items()})
     student, teacher = (Head(*autocast(*head)) for head in (student, teacher))
     for name, head in (("student", student), ("teacher", teacher)):
         hidden, weight, bias = head
@@ -91,7 +91,6 @@ def linear_divergence(
         raise ValueError("linear_divergence: the vocabulary has 0 words; give at least 1")
     _check_counts("linear_divergence", counts, student.hidden.shape[:-1])
     flat = [t for hidden, weight, bias in (student, teacher) for t in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)]
-    flat[3:] = [None if t is None else t.detach() for t in flat[3:]]
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in flat[:3]]
     rows = len(flat[0])
     factor = (
@@ -106,7 +105,7 @@ def linear_divergence(
         loss, *grads = _with_gradients(*flat, counts, factor, *call)
         return loss, (), grads
 
-    return held(run, *flat[:3])[0]
+    return held("linear_divergence", run, *flat[:3])[0]
 
 
 def _share(losses: Tensor, counts: Tensor | None) -> Tensor:
@@ -114,10 +113,17 @@ def _share(losses: Tensor, counts: Tensor | None) -> Tensor:
     return 1 / (torch.full((), losses.numel(), device=losses.device) if counts is None else counts.sum()).to(losses.dtype)
 
 
+def _check_teacher(name: str, **given: Tensor | None) -> None:
+    for what, t in given.items():
+        if t is not None and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: {what} requires gradients, which it does not get; give {what}.detach()")
+
+
 def _check_numbers(name: str, beta: float, temperature: float) -> None:
-    check_numbers(name, beta=beta, temperature=temperature)
-    if not 0 <= beta <= 1 or not temperature > 0:
-        raise ValueError(f"{name}: beta is {beta}, temperature {temperature}; give 0 to 1, and more than 0")
+    check_numbers(name, beta=beta)
+    check_numbers(name, COLD, temperature=temperature)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{name}: beta is {beta}; give 0 to 1")
 
 
 def _check_counts(name: str, counts: Tensor | None, shape: torch.Size) -> None:
@@ -186,7 +192,7 @@ def _with_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The loss `factor * sum`, and the gradients of the student's head that are needed."""
     size = chunk_of(len(hidden), *weight.shape, weight.element_size(), heads=2)
-    sums = Sums(hidden, weight, bias, needs, size)
+    sums = Sums(hidden, weight, bias, needs, size, counts)
     total, g = factor.new_zeros(()), factor.expand(len(hidden))
     both = zip(chunks(hidden, weight, bias, size), chunks(t_hidden, t_weight, t_bias, size), strict=True)
     for (of, student), (_, teacher) in both:

@@ -5,9 +5,11 @@ from torch import Tensor
 
 from onchip.core.problem import Rows
 from onchip.core.scales import SHARES
+from onchip.core.trace import readable
 from onchip.dispatch import select
 from onchip.kernels.attention import reference
 from onchip.ops.attend import UNTRAINED
+from onchip.ops.checks import is_dense, kind_of
 
 
 def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -17,6 +19,22 @@ def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tenso
     batch, length, heads, dim = x.shape
     problem = Rows("quantise", batch * length * heads, dim, x.dtype, share + " rotated" * (signs is not None))
     return select(problem, x.device, "auto" if x.numel() else "reference").launch(x, SHARES[share], signs)  # no launch of nothing
+
+
+def signs_of(rotation: Tensor, dim: int, device: torch.device) -> Tensor:
+    """The signs of a rotation as kernels take them: float32 [dim] on `device`. Raises ValueError for others, by their numbers where these can be read."""
+    dense = is_dense(rotation)
+    if not dense or rotation.shape != (dim,) or dim & (dim - 1) or not rotation.is_floating_point() or rotation.device.type == "meta" != device.type:
+        kind = "nested or sparse" if isinstance(rotation, Tensor) else type(rotation).__name__
+        given = kind_of(rotation) if dense else kind
+        raise ValueError(f"quantise: rotation is {given} for head dimension {dim}; give +1 and -1, floats [{dim}], of a power of two, or None")
+    if rotation.requires_grad and torch.is_grad_enabled():
+        raise ValueError("quantise: rotation requires a gradient, which signs have not; give rotation.detach()")
+    signs = rotation.to(device, torch.float32).contiguous()
+    on_cpu = rotation.float() if rotation.device.type == "cpu" else signs
+    if readable(on_cpu) and (other := on_cpu[on_cpu.abs() != 1]).numel():
+        raise ValueError(f"quantise: rotation holds {other[0].item():g}; give +1 and -1 alone, as onchip.random_signs({dim}) makes them")
+    return signs
 
 
 def source_of(x: Tensor, signs: Tensor | None) -> Tensor | None:

@@ -32,7 +32,7 @@ def group_norm(
     Raises ValueError for groups that do not divide the channels and for shapes that disagree.
     """
     check_tensors("group_norm", x=x, weight=weight, bias=bias)
-    check_numbers("group_norm", eps=eps)
+    check_numbers("group_norm", 0, eps=eps)
     if x.ndim < 2 or not isinstance(groups, Integral) or groups < 1 or x.shape[1] % groups or not x.shape[1]:
         raise ValueError(f"group_norm: x is {list(x.shape)}, groups={groups!r}; give [batch, channels, ...] and a number that divides the channels")
     if act not in ACTS:

@@ -19,7 +19,21 @@ from onchip.core.arguments import check_tensors
 from onchip.core.losses import ENTROPY, LOG_PROB, WEIGHT, LossTerms
 from onchip.ops.differentiable import Rule, autocast, differentiable
 from onchip.ops.losses import row_shapes, wanted, written_over
-from onchip.ops.vocabulary import Call, call_of, check_reduction, check_targets, factor_of, figures, gradient, held, losses_of, reduced, row_loss, weights_of
+from onchip.ops.vocabulary import (
+    Call,
+    call_of,
+    check_reduction,
+    check_targets,
+    check_terms,
+    factor_of,
+    figures,
+    gradient,
+    held,
+    losses_of,
+    reduced,
+    row_loss,
+    weights_of,
+)
 
 SHARE = 0.46  # of the bytes of weights and hidden states that a chunk's logits take: with cuBLAS' workspace of 32 MiB less than half of 8,192 tokens' call
 LEAST = 1 << 26  # bytes of a chunk that may be more than that share
@@ -87,6 +101,7 @@ def token_log_probs(
     terms   softcap, temperature, ignore_index and shard; what only a loss has raises ValueError. Otherwise as `linear_cross_entropy` of "none".
     """
     check_tensors("token_log_probs", hidden=hidden, weight=weight, bias=bias, targets=targets)
+    check_terms("token_log_probs", terms)
     if terms.smoothing or terms.z_loss or terms.class_weights is not None:
         raise ValueError("token_log_probs: terms has smoothing, z_loss or class_weights, which only a loss has; use linear_cross_entropy")
     hidden, weight, bias = autocast(hidden, weight, bias)
@@ -102,6 +117,8 @@ def _check(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, targe
     vocab = len(weight)
     if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
         raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)}; give {weight.dtype} [{vocab}]")
+    if torch._C._are_functorch_transforms_active() and any(torch._C._functorch.is_batchedtensor(t) for t in (hidden, weight, targets)):
+        raise NotImplementedError(f"{name}: torch.vmap is not implemented: chunks of logits share one memory; give the batch as more tokens, or loop over it")
     check_targets(name, targets, hidden.shape[:-1])
     return call_of(name, hidden, vocab, terms, entropy, kernel)
 
@@ -140,10 +157,10 @@ def chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> It
 
 
 class Sums:
-    """The gradients of hidden, weight and bias, as chunks come in; None where not wanted."""
+    """The gradients of hidden, weight and bias, as chunks come in; None where not wanted. `counts` [tokens]: others hold anything, or None: all do."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], size: int):
-        self.inputs = hidden, weight
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], size: int, counts: Tensor | None):
+        self.inputs, self.counts = (hidden, weight), counts
         count = -(-len(hidden) // max(1, size))
         self.narrow = count <= IN_WEIGHTS_DTYPE or weight.element_size() > 2
         dtype = weight.dtype if self.narrow else torch.float32
@@ -157,11 +174,13 @@ class Sums:
         hidden, weight = self.inputs
         if self.hidden is not None:
             torch.mm(d_logits, weight, out=self.hidden[of])
+        if self.weight is not None:  # a copy of a chunk's rows: of those that do not count, 0 times NaN would be NaN
+            hidden = hidden[of] if self.counts is None else hidden[of].masked_fill(~self.counts[of, None], 0)
         if self.weight is not None and self.narrow:
-            self.weight.addmm_(d_logits.t(), hidden[of], beta=float(of.start > 0))
+            self.weight.addmm_(d_logits.t(), hidden, beta=float(of.start > 0))
         elif self.weight is not None:  # a chunk's part is rounded once, which is little of the whole
             for rows in range(0, len(weight), 1 << 14):
-                self.weight[rows : rows + (1 << 14)] += d_logits[:, rows : rows + (1 << 14)].t() @ hidden[of]
+                self.weight[rows : rows + (1 << 14)] += d_logits[:, rows : rows + (1 << 14)].t() @ hidden
         if self.bias is not None:
             self.bias += d_logits.sum(0, dtype=self.bias.dtype)
 
@@ -180,7 +199,8 @@ def _with_gradients(operands, factor: Tensor, call: Call, needs: list[bool]) -> 
     """The loss `factor * sum`, the figures of tokens, and the gradients that are needed."""
     hidden, weight, bias, targets, class_weights, total = operands
     size = _size(call, hidden, weight)
-    x, sums = row_loss(call, class_weights, total), Sums(hidden, weight, bias, needs, size)
+    x = row_loss(call, class_weights, total)
+    sums = Sums(hidden, weight, bias, needs, size, targets != x.ignore_index)
     losses, figures_ = row_shapes(len(hidden), hidden.dtype, hidden)
     g = factor.to(losses.dtype).expand(len(hidden))
     for of, logits in chunks(hidden, weight, bias, size):
@@ -197,7 +217,7 @@ def _reduced(operands, factor: Tensor, call: Call, needs: list[bool]) -> tuple[T
         loss, stats, grads = _with_gradients(operands, factor, call, needs)
         return loss, (stats,), grads
 
-    return held(run, *operands[:3])
+    return held("linear_cross_entropy", run, *operands[:3])
 
 
 @torch.library.custom_op("onchip::linear_cross_entropy", mutates_args=())
@@ -252,7 +272,8 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     call = Call(floats, ints, group, entropy, kernel)
     size = _size(call, hidden, weight)
-    x, sums = row_loss(call, class_weights, total), Sums(hidden, weight, bias, needs, size)
+    x = row_loss(call, class_weights, total)
+    sums = Sums(hidden, weight, bias, needs, size, targets != x.ignore_index)
     for of, logits in chunks(hidden, weight, bias, size):
         grads = g[of], None if g_entropy is None else g_entropy[of]
         sums.add(of, gradient(call, logits, targets[of], stats[:, of].contiguous(), grads, x, logits))

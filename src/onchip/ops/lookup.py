@@ -9,7 +9,7 @@ from onchip.core import philox
 from onchip.core.arguments import check_tensors
 from onchip.core.problem import Dropout, Rows
 from onchip.dispatch import select
-from onchip.ops.differentiable import Rule, differentiable
+from onchip.ops.differentiable import Rule, as_autocast, differentiable
 
 NONE = -1  # no padding id
 
@@ -46,11 +46,15 @@ def dropout_add(
 
     dropout    `Dropout(p, seed, offset)`: Philox of (seed, offset, place), the same on every device; drawn again in the backward pass, not kept.
                seed None: drawn from torch's generator of the device.        residual   None: dropout alone.
+    x and residual are of one dtype; under autocast both are cast to the wider one, as torch's sum has it.
     """
     check_tensors("dropout_add", x=x, residual=residual)
     if not isinstance(dropout, Dropout):
         raise TypeError(f"dropout_add: dropout is {dropout!r:.60}; give Dropout(p)")
     philox.check("dropout_add", *dropout)
+    if residual is not None and residual.dtype != x.dtype and as_autocast(x):
+        wide = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(wide), residual.to(wide)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"dropout_add: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
     if not training or dropout.p == 0:

@@ -76,7 +76,7 @@ def _in_place(logits: Tensor, targets: Tensor, class_weights: Tensor | None, tot
         torch.autograd.graph.increment_version(logits)
         return loss.sum() * factor, (), (logits.detach(),)
 
-    return held(run, logits)[0]
+    return held("cross_entropy with in_place=True", run, logits)[0]
 
 
 def written_over(call: Call, rows: Tensor, targets: Tensor, g: Tensor, x) -> tuple[Tensor, Tensor]:

@@ -125,6 +125,16 @@ class Embedding(nn.Embedding):
     def __init__(self, vocab: int, width: int, *, padding_idx: int | None = None, device=None, dtype=None):
         super().__init__(vocab, width, padding_idx, device=device, dtype=dtype)
 
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None) -> "Embedding":
+        """Torch's, with the weight given [vocab, width], which stays that tensor; frozen where not told otherwise."""
+        if not isinstance(embeddings, Tensor) or embeddings.ndim != 2:
+            given = list(embeddings.shape) if isinstance(embeddings, Tensor) else f"a {type(embeddings).__name__}"
+            raise ValueError(f"Embedding.from_pretrained: embeddings are {given}; give a tensor [vocab, width]")
+        made = cls(*embeddings.shape, padding_idx=padding_idx, device="meta")
+        made.weight = nn.Parameter(embeddings, requires_grad=not freeze)
+        return made
+
     def forward(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weight, padding_idx=self.padding_idx)
 

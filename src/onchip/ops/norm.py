@@ -34,6 +34,7 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`x / sqrt(mean(x^2) + eps) * (weight + offset) + bias` over the last dimension, in float32, rounded once (Zhang and Sennrich, 2019).
 
+    eps       0 or more, a number: None, which torch reads as that of x's dtype, is refused.
     offset    1 for Gemma, whose weights are stored around 0: in bfloat16 their sum with 1 would lose most of their digits.
     residual  x is first added to it; the sum, in its dtype, comes back as the second result, and the norm is of that sum. `Residual` has what
               else may happen to x before: a gate, a weight of each row, dropout.
@@ -112,6 +113,8 @@ def modulated_norm(
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None, kernel: str) -> Tensor | tuple[Tensor, Tensor]:
     """Without gradients: the shortest way, which every decoder layer goes twice."""
+    if type(eps) is not float or type(offset) is not float or not (eps >= 0 and offset == offset):
+        _check_numbers("rms_norm", eps, offset)
     if torch.compiler.is_compiling():
         if residual is None:
             return torch.ops.onchip.rms_norm(x, weight, eps, offset, kernel)
@@ -126,6 +129,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Te
     return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
 
 
+def _check_numbers(name: str, eps: float, offset: float) -> None:
+    check_numbers(name, 0, eps=eps)
+    check_numbers(name, offset=offset)
+
+
 def _trains(*tensors: Tensor | None) -> bool:
     """Also with forward-mode derivatives, which autograd then refuses: a kernel would lose them in silence."""
     return (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)) or forward_ad._current_level >= 0
@@ -133,7 +141,7 @@ def _trains(*tensors: Tensor | None) -> bool:
 
 def _call(name: str, x: Tensor, norm: Norm, weight, bias, residual, after, kernel: str):
     check_tensors(name, x=x, weight=weight, bias=bias)
-    check_numbers(name, eps=norm.eps, offset=norm.offset)
+    _check_numbers(name, norm.eps, norm.offset)
     if not x.ndim or not x.shape[-1]:
         raise ValueError(f"{name}: x is {list(x.shape)}; its last dimension is what is normalised: give [..., width] with a width of 1 or more")
     if isinstance(residual, Tensor):
@@ -204,7 +212,7 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
         of.like("gate", after.gate)
         norm = norm._replace(silu=after.gate.reshape(of.rows, of.width))
     elif isinstance(after, RowCodes):
-        if after.format not in CODES:
+        if after.format not in (*CODES,):  # a list is in no dict
             raise ValueError(f"{name}: RowCodes({after.format!r}) is not one of {', '.join(CODES)}")
         norm = norm._replace(codes=after.format)
     elif after is not None:
@@ -227,7 +235,7 @@ class _Shapes:
         self.rows, self.span, self.sets = x.numel() // self.width, 1, 1
 
     def _one_of(self, what: str, sets: int, span: int) -> None:
-        if self.sets not in (1, sets) or (self.sets == sets != 1 and self.span != span):
+        if self.sets != 1 and (self.sets != sets or self.span != span):
             raise ValueError(f"{self.name}: {what} has a row for each of {sets} sets of rows, another parameter for each of {self.sets}; give heads or samples")
         self.sets, self.span = sets, span
 

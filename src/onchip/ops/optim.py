@@ -1,5 +1,6 @@
 """AdamW, and the clipping of gradients by their norm, over lists of tensors: one launch each, nothing read back by the host."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_numbers, check_pair
 from onchip.core.problem import SHORT, Rows
 from onchip.dispatch import select
 
@@ -35,6 +37,7 @@ class AdamW(torch.optim.Optimizer):
 
     max_norm   gradients whose norm over all groups is larger are scaled down to it, in registers: `p.grad` stays as it is. None: not clipped.
     moments    dtype of the two moments: float32 (also beside bfloat16 parameters), or bfloat16, which halves their memory.
+    What a group holds is looked at in each step, also what was put there since, and refused before anything is changed.
     Parameters may lie in any order without gaps (channels_last). Sparse or complex ones are refused, and amsgrad and maximize in a group.
     `step()` returns nothing but the closure's loss; `norm` is the norm of the last step's gradients, a float64 tensor on the device. Steps are counted on
     the device, so that a CUDA graph of a step goes on counting: capture after one plain step, and keep gradients where they are
@@ -53,6 +56,8 @@ class AdamW(torch.optim.Optimizer):
         moments: torch.dtype = torch.float32,
         kernel: str = "auto",
     ):
+        if max_norm is not None:
+            check_numbers("AdamW", max_norm=max_norm)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"AdamW: max_norm={max_norm}; give a positive number, or None not to clip")
         if moments not in (torch.float32, torch.bfloat16):
@@ -73,7 +78,7 @@ class AdamW(torch.optim.Optimizer):
         clip = self._clip(batches) if self.max_norm is not None and batches else None
         for n, (group, lists) in enumerate(batches):
             steps = self.state[lists[0][0]]["step"].add_(1)
-            powers = self._on_device(group["betas"], steps.device) ** steps
+            powers = self._on_device(tuple(group["betas"]), steps.device) ** steps
             hyper = Hyper(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
             self._select("adamw", lists).launch(lists, self._plans[n], hyper, powers, clip)
         return loss
@@ -117,6 +122,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _batches(self) -> list[tuple[dict, tuple[list[Tensor], ...]]]:
         """(group, lists of p, g, m and v) of one dtype and count of steps each."""
+        for group in self.param_groups:
+            _check_group(group)
         holders = Counter(id(state["step"]) for state in self.state.values() if state)
         batches = []
         for group in self.param_groups:
@@ -167,8 +174,10 @@ class AdamW(torch.optim.Optimizer):
 
 def _check_group(group: dict) -> None:
     lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
-    rate = lr.ndim == 0 if isinstance(lr, Tensor) else lr >= 0
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or not eps >= 0 or not decay >= 0 or not rate:
+    check_pair("AdamW", betas=betas)
+    check_numbers("AdamW", **({} if isinstance(lr, Tensor) else {"lr": lr}), eps=eps, weight_decay=decay)
+    rate = lr.ndim == 0 if isinstance(lr, Tensor) else 0 <= lr < math.inf
+    if not all(0 <= beta < 1 for beta in betas) or not 0 <= eps < math.inf or not 0 <= decay < math.inf or not rate:
         given = f"lr={lr}, betas={betas}, eps={eps}, weight_decay={decay}"
         raise ValueError(f"AdamW: {given}; betas lie in [0, 1), the others are not negative numbers, or lr a tensor []")
     coupled = decay and not group.get("decoupled_weight_decay", True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core.arguments import check_numbers, check_tensors
+from onchip.core.arguments import check_count, check_numbers, check_pair, check_tensors
 from onchip.core.losses import LossTerms
 from onchip.ops.linear_losses import token_log_probs
 
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 class Policy(NamedTuple):
     """How a policy gradient over groups of answers is clipped and averaged; its relatives are values of this.
 
-    clip      how far below and above 1 the ratio to the old policy counts.
+    clip      how far below and above 1 the ratio to the old policy counts, each 0 or more.
     beta      weight of the divergence from the reference, `exp(d) - d - 1` of `d = reference - log p` (Schulman's k3, 2020).
     average   "sequence": over each answer's tokens, then over answers; "tokens": over all tokens; "length": over answers times `length`.
     ratio     "token", or "sequence": the geometric mean over the answer's tokens.
@@ -78,10 +78,11 @@ def dpo(policy: Pair, reference: Pair, *, beta: float = 0.1, smoothing: float = 
     smoothing   the share of labels that are turned round (cDPO; Mitchell, 2023).
     loss        "sigmoid"; "hinge", `relu(1 - beta m)` (SLiC; Zhao et al., 2023); "ipo", `(m - 1 / 2 beta)^2` of mean log-probabilities (Azar et al., 2023).
     """
-    policy, reference = Pair(*policy), Pair(*reference)
+    policy, reference = _pair("dpo", policy), _pair("dpo", reference)
     _check("dpo", beta, *policy, *reference)
-    if loss not in DPO_LOSSES:
+    if loss not in (*DPO_LOSSES,):  # a list is one of no dict
         raise ValueError(f"dpo: loss={loss!r} is not one of {', '.join(DPO_LOSSES)}")
+    check_numbers("dpo", smoothing=smoothing)
     if not 0 <= smoothing <= 1 or (loss == "ipo" and not beta):
         raise ValueError(f"dpo: smoothing is {smoothing}, beta {beta}; give 0 to 1, and more than 0 where the loss is 'ipo'")
     margin, of = (policy.chosen - policy.rejected) - (reference.chosen - reference.rejected), DPO_LOSSES[loss]
@@ -90,15 +91,17 @@ def dpo(policy: Pair, reference: Pair, *, beta: float = 0.1, smoothing: float = 
 
 def simpo(policy: Pair, *, beta: float = 2.0, margin: float = 1.0) -> Tensor:
     """`-log sigmoid(beta (chosen - rejected) - margin)` of mean log-probabilities, [pairs], without a reference (SimPO; Meng et al., 2024)."""
-    policy = Pair(*policy)
+    policy = _pair("simpo", policy)
     _check("simpo", beta, *policy)
+    check_numbers("simpo", margin=margin)
     return -F.logsigmoid(beta * (policy.chosen - policy.rejected) - margin)
 
 
 def cpo(policy: Pair, nll: Tensor, *, beta: float = 0.1, weight: float = 1.0) -> Tensor:
     """Contrastive preference optimisation, [pairs] (Xu et al., 2024): `-log sigmoid(beta (chosen - rejected)) + weight nll`, nll that of the chosen answers."""
-    policy = Pair(*policy)
+    policy = _pair("cpo", policy)
     _check("cpo", beta, *policy, nll)
+    check_numbers("cpo", weight=weight)
     return -F.logsigmoid(beta * (policy.chosen - policy.rejected)) + weight * nll
 
 
@@ -107,7 +110,7 @@ def orpo(policy: Pair, nll: Tensor, *, beta: float = 0.1) -> Tensor:
 
     Of mean log-probabilities below 0: `log odds(l) = l - log(1 - exp l)`.
     """
-    policy = Pair(*policy)
+    policy = _pair("orpo", policy)
     _check("orpo", beta, *policy, nll)
     return nll - beta * F.logsigmoid(_log_odds(policy.chosen) - _log_odds(policy.rejected))
 
@@ -133,9 +136,10 @@ def kto(
         `w (1 - sigmoid(beta (r - z)))` of desirable answers, `w (1 - sigmoid(beta (z - r)))` of others;  r = policy - reference
 
     divergence   z, the policy's from the reference on answers of other prompts: taken from 0 up, without gradients.
-    weights      w of desirable answers and of others.
+    weights      w of desirable answers and of others, each 0 or more.
     """
     _check("kto", beta, policy, reference)
+    check_pair("kto", 0, weights=weights)
     check_tensors("kto", policy=policy, desirable=desirable, divergence=divergence)
     if desirable.dtype != torch.bool or desirable.shape != policy.shape:
         raise ValueError(f"kto: desirable is {desirable.dtype} {list(desirable.shape)}; give bools {list(policy.shape)}")
@@ -156,15 +160,19 @@ def grpo(
 ) -> Tensor:
     """The clipped policy gradient over groups of answers, one number: `-min(r A, clip(r) A) + beta d`, `r = p / p_old`, averaged as `how` says.
 
+    A ratio is clipped before it is computed, so that one that no float holds costs nothing where it is cut off; where it counts (A below 0), it is inf.
     how      GRPO, or one of its relatives BNPO, DAPO, DR_GRPO, GSPO, or a Policy of your own.
     counts   the tokens that the model wrote; what other places hold is not looked at.
     """
     if not isinstance(how, Policy):
         raise TypeError(f"grpo: how is a {type(how).__name__}; give GRPO, or a Policy")
+    check_pair("grpo", 0, clip=how.clip)
+    check_count("grpo", 0, length=how.length)
     _check("grpo", how.beta, log_prob, old, *([] if reference is None else [reference]))
     check_tensors("grpo", log_prob=log_prob, advantages=advantages, counts=counts)
     advantages = advantages.unsqueeze(-1) if advantages.ndim == log_prob.ndim - 1 else advantages
-    if counts.dtype != torch.bool or counts.shape != log_prob.shape or advantages.shape not in (log_prob.shape, (*log_prob.shape[:-1], 1)):
+    one = advantages.shape == (*log_prob.shape[:-1], 1)  # not by `in`, which does not know symbols
+    if counts.dtype != torch.bool or counts.shape != log_prob.shape or not (one or advantages.shape == log_prob.shape):
         raise ValueError(
             f"grpo: counts is {counts.dtype} {list(counts.shape)}, advantages {list(advantages.shape)}; give bools {list(log_prob.shape)}, and one an answer"
         )
@@ -178,9 +186,9 @@ def grpo(
     tokens = counts.sum(-1, keepdim=True).clamp(min=1)
     if how.ratio == "sequence":
         change = change.sum(-1, keepdim=True) / tokens
-    ratio = change.exp()
     below, above = how.clip
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - below, 1 + above) * advantages)
+    lowest, highest = math.log1p(-below) if below < 1 else -math.inf, math.log1p(above)
+    loss = -torch.where(advantages < 0, change.clamp(min=lowest), change.clamp(max=highest)).exp() * advantages
     if how.beta:
         d = reference.masked_fill(~counts, 0) - log_prob
         loss = loss + how.beta * (torch.expm1(d) - d)
@@ -190,11 +198,19 @@ def grpo(
     return loss.sum() / (counts.sum().clamp(min=1) if how.average == "tokens" else len(loss) * (how.length or loss.shape[-1]))
 
 
+def _pair(name: str, given: Pair) -> Pair:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(f"{name}: a {type(given).__name__} is no pair of log-probabilities; give Pair(chosen, rejected)")
+    return Pair(*given)
+
+
 def _check(name: str, beta: float, *log_probs: Tensor) -> None:
-    check_numbers(name, beta=beta)
-    if not beta >= 0:
-        raise ValueError(f"{name}: beta is {beta}; give 0 or more")
+    check_numbers(name, 0, beta=beta)
+    if beta == math.inf:
+        raise ValueError(f"{name}: beta is {beta}; give 0 or more, but a number")
     check_tensors(name, **{f"log-probabilities {n}": t for n, t in enumerate(log_probs, 1)})
+    if odd := [str(t.dtype) for t in log_probs if not t.is_floating_point()]:
+        raise ValueError(f"{name}: log-probabilities are {', '.join(odd)}; give floats")
     shapes = [list(t.shape) for t in log_probs]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{name}: log-probabilities are {', '.join(map(str, shapes))}; they must be of one shape")

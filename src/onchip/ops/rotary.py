@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_tensors
+from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.once import ends
 from onchip.core.problem import Rope
 from onchip.dispatch import select
@@ -23,9 +23,15 @@ class QKNorm(NamedTuple):
 
 
 def check_norm(name: str, norm: QKNorm | None, dim: int) -> None:
-    if norm is not None and not isinstance(norm, QKNorm):
+    if norm is None:
+        return
+    if not isinstance(norm, QKNorm):
         raise TypeError(f"{name}: norm is a {type(norm).__name__}; give QKNorm(q, k, eps), the weights of query and key heads")
-    if norm is not None and not norm.q.shape == norm.k.shape == (dim,):
+    if not (isinstance(norm.q, Tensor) and isinstance(norm.k, Tensor)):
+        raise TypeError(f"{name}: norm.q is a {type(norm.q).__name__}, norm.k a {type(norm.k).__name__}; give tensors [{dim}] both, a head's")
+    if type(norm.eps) is not float or not norm.eps >= 0:
+        check_numbers(name, 0, **{"norm.eps": norm.eps})
+    if not norm.q.shape == norm.k.shape == (dim,):
         raise ValueError(f"{name}: norm has weights {list(norm.q.shape)} and {list(norm.k.shape)}; give [{dim}] both, a head's")
 
 
@@ -43,7 +49,8 @@ def rotary(
 
     table      `models.rope.rope_table(...)`: cosines of the first half of its columns, then sines; scaled or not. What has several positions a token
                (pictures, films, Qwen2-VL's sections) has a row of its own for each, see `models.rope.rope_rows`.
-    positions  the row of the table for each token, in [0, positions); None: 0, 1, 2, ... along len or the tokens.
+    positions  the row of the table for each token, in [0, positions); None: 0, 1, 2, ... along len or the tokens. Others are refused on a CPU; on a GPU,
+               where to look would be to wait, what they rotate is NaN.
     norm       RMSNorm of each head before the rotation, by `rms_norm`, a pass of its own; `rope_append` has both in one, in place, without a gradient.
     layout     "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
     Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table.
@@ -60,7 +67,7 @@ def rotary(
     if positions is None:
         if len(table) < places[-1]:
             raise ValueError(f"rotary: table has {len(table)} positions, q has {places[-1]} tokens; give a longer rope_table or positions")
-    elif positions.shape not in (places, places[-1:]) or positions.dtype not in (torch.int64, torch.int32):
+    elif (positions.shape != places and positions.shape != places[-1:]) or positions.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"rotary: positions are {positions.dtype} {list(positions.shape)}; give int64 {list(places)} or {list(places[-1:])}")
     elif (found := ends(positions)) is not None and not 0 <= found[0] <= found[1] < len(table):
         raise ValueError(f"rotary: positions are {found[0]} to {found[1]}; give 0 to {len(table) - 1}, rows of the table, or a longer rope_table")

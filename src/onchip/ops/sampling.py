@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.arguments import check_tensors, refuse_gradients
+from onchip.core.parts import is_whole
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
@@ -130,8 +131,8 @@ def log_probs(
     check_tensors("log_probs", logits=logits, tokens=tokens)
     refuse_gradients("log_probs", "train with onchip.log_softmax or onchip.token_log_probs", logits)
     rows, vocab = _check_logits("log_probs", logits)
-    if not 0 <= top <= min(MOST_TOP, vocab):
-        raise ValueError(f"log_probs: top={top} of a vocabulary of {vocab}; give 0 to {min(MOST_TOP, vocab)}")
+    if not is_whole(top) or not 0 <= top <= min(MOST_TOP, vocab):
+        raise ValueError(f"log_probs: top={top!r:.60} of a vocabulary of {vocab}; give 0 to {min(MOST_TOP, vocab)}")
     if tokens.shape != (rows,) or tokens.dtype != torch.int64:
         raise ValueError(f"log_probs: tokens are {tokens.dtype} {list(tokens.shape)}; give int64 [{rows}]")
     if torch.compiler.is_compiling():
@@ -156,7 +157,8 @@ def adjust_logits(
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"adjust_logits: {what} is a {type(value).__name__}; give {kind.__name__}(...)")
     check_tensors("adjust_logits", logits=logits, mask=mask, **(bias._asdict() if bias else {}))
-    refuse_gradients("adjust_logits", "give logits.detach()", logits, None if bias is None else bias.values)
+    learnt = () if penalties is None else penalties[:3]
+    refuse_gradients("adjust_logits", "give logits.detach()", logits, None if bias is None else bias.values, *learnt)
     rows, vocab = _check_logits("adjust_logits", logits)
     if penalties is not None and penalties.output is None:
         raise ValueError(f"adjust_logits: penalties.output is None; give counts or TokenIds (of no tokens: int64 [{rows}, 0])")
@@ -231,7 +233,7 @@ def verify(
         raise ValueError(f"verify: a draft of {n} tokens; give 1 to 1024")
     if q is not None and (q.shape != (rows, n, logits.shape[-1]) or q.dtype != torch.float32):
         raise ValueError(f"verify: draft probabilities are {q.dtype} {list(q.shape)}; give float32 {[rows, n, logits.shape[-1]]}")
-    if parents is not None and (parents.shape not in ((n,), (rows, n)) or parents.dtype != torch.int32):
+    if parents is not None and ((parents.shape != (n,) and parents.shape != (rows, n)) or parents.dtype != torch.int32):
         raise ValueError(f"verify: draft parents are {parents.dtype} {list(parents.shape)}; give int32 [{n}] or [{rows}, {n}]")
     if parents is not None and q is not None:
         raise ValueError("verify: a tree with draft probabilities; leave the probabilities out: its tokens are then accepted with the target's own")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_numbers, check_tensors
+from onchip.core.arguments import COLD, check_numbers, check_tensors
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
@@ -37,15 +37,13 @@ def log_softmax(
 
 def _checked(name: str, x: Tensor, mask: Tensor | None, temperature: float) -> tuple[Tensor | None, float]:
     check_tensors(name, x=x, mask=mask)
-    check_numbers(name, temperature=temperature)
-    if not temperature > 0:
-        raise ValueError(f"{name}: temperature is {temperature}; give more than 0")
+    check_numbers(name, COLD, temperature=temperature)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name}: x is {list(x.shape)}; its last dimension must hold something")
     if mask is None:
         return None, float(temperature)
     sizes = list(zip(mask.shape[::-1], x.shape[::-1], strict=False))
-    if mask.ndim > x.ndim or any(given not in (1, size) for given, size in sizes):
+    if mask.ndim > x.ndim or any(given != 1 and given != size for given, size in sizes):  # `in` does not know symbols
         raise ValueError(f"{name}: mask is {list(mask.shape)}; give a shape that broadcasts to {list(x.shape)}")
     if mask.dtype != torch.bool and (not mask.is_floating_point() or mask.requires_grad):
         kind = f"{mask.dtype}" + ", which requires gradients" * mask.requires_grad

@@ -1,13 +1,14 @@
 """What losses over a vocabulary have in common: their arguments checked, figures of rows to losses, slices of a vocabulary put together, reductions."""
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onchip.core.arguments import check_numbers, check_tensors
-from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss
+from onchip.core.arguments import COLD, check_numbers, check_tensors
+from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss, Shard
 from onchip.core.parts import check_whole
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
@@ -43,8 +44,7 @@ class Call(NamedTuple):
 
 def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, kernel: str) -> Call:
     """Of logits of `width` words, beside x. Raises ValueError where a term is out of its range, or there is no word."""
-    if not isinstance(terms, LossTerms):
-        raise TypeError(f"{name}: terms is a {type(terms).__name__}; give LossTerms(...)")
+    check_terms(name, terms)
     if width < 1:
         raise ValueError(f"{name}: the vocabulary has {width} words; give at least 1")
     smoothing, z_loss, softcap, temperature, weights, ignore, shard = terms
@@ -53,19 +53,26 @@ def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, k
     check_whole(name, "terms.ignore_index", ignore)
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
-        ("z_loss", z_loss, z_loss >= 0, "0 or more"),
-        ("softcap", softcap, softcap >= 0, "0 for none, or more"),
-        ("temperature", temperature, temperature > 0, "more than 0"),
+        ("z_loss", z_loss, 0 <= z_loss < math.inf, "0 or more, but a number"),
+        ("softcap", softcap, softcap == 0 or COLD <= softcap < math.inf, "0 for none, or 1e-30 or more, but a number"),
+        ("temperature", temperature, temperature >= COLD, "1e-30 or more"),
     ):
         if not fine:
             raise ValueError(f"{name}: terms.{term} is {value}; give {accepted}")
     if weights is not None and (weights.shape != (width,) or not weights.is_floating_point() or weights.requires_grad):
         kind = f"{weights.dtype} {list(weights.shape)}" + ", which requires gradients" * weights.requires_grad
         raise ValueError(f"{name}: terms.class_weights is {kind}; give a float tensor [{width}] without gradients")
+    if shard is not None and not isinstance(shard, Shard):
+        raise TypeError(f"{name}: terms.shard is a {type(shard).__name__}; give Shard(group, first, vocab), or None")
     group, first, vocab = shard or (None, 0, width)
     if not 0 <= first <= first + width <= vocab:
         raise ValueError(f"{name}: terms.shard has columns {first} to {first + width} of {vocab}; they must lie in the vocabulary")
     return Call([float(v) for v in terms[:4]], [ignore, first, vocab], group.group_name if group is not None else "", entropy, kernel)
+
+
+def check_terms(name: str, terms: LossTerms) -> None:
+    if not isinstance(terms, LossTerms):
+        raise TypeError(f"{name}: terms is a {type(terms).__name__}; give LossTerms(...)")
 
 
 def check_targets(name: str, targets: Tensor, shape: torch.Size) -> None:
@@ -185,7 +192,9 @@ class _Held(torch.autograd.Function):
         return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held])
 
 
-def held(run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+def held(name: str, run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{name}: it makes its gradients in this call, which torch.func does not know; use torch.autograd.grad outside of it")
     return _Held.apply(run, *inputs)
 
 

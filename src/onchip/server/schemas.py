@@ -24,8 +24,8 @@ def _texts(value: Any) -> Any:
 
 
 def _source(value: Any) -> Any:
-    """A schema as an object or as its text."""
-    return json.dumps(value) if isinstance(value, dict) else value
+    """A schema as an object, as true (any JSON) or as its text."""
+    return json.dumps(value) if isinstance(value, dict | bool) else value
 
 
 def _parts(content: Any) -> Any:
@@ -83,7 +83,7 @@ class JsonSchema(Body):
     name: str = "answer"
     description: str | None = None
     strict: bool | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] | bool = Field(alias="schema")
 
 
 class ResponseFormat(Body):
@@ -234,6 +234,17 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[Part], Field(fail_fast=True), _at_most(10_000), BeforeValidator(_parts)]
     annotations: Annotated[list, Field(max_length=0)] = []  # of an answer that is sent back
+    tool_calls: Annotated[list, Field(max_length=0)] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, message: Any):
+        """An answer of no text has null for its content."""
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return message
+        if message.get("tool_calls"):
+            raise ValueError("an assistant's message has tool_calls, which are not served; leave them out, and give what was said as content")
+        return message | {"content": ""} if "content" in message and message["content"] is None else message
 
     def plain(self) -> dict[str, str]:
         """As chat templates have it."""

@@ -65,6 +65,7 @@ def test_hopper_paged(dim, page, how, most):
     p, x = static(p, Operands(dim**-0.5, meta(5, dtype=torch.int32) if tokens else None), **how)
     cache = PagedKV(meta(4096, page, 8, dim), meta(4096, page, 8, dim), meta(4, 8192 // page, dtype=torch.int32), meta(4, dtype=torch.int32))
     tiles, facts = launched(hopper_prefill, "sm_90", p, meta(*((tokens,) if tokens else (4, p.len_q)), 32, dim), cache, x, entry="launch_paged")
+    assert ("_join_units" in facts) == (tiles.parts == 0) == (0 < tokens < 200) and all(f.spills == 0 for name, f in facts.items() if name != "_prefill")
     facts = facts["_prefill"]
     assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)

@@ -18,7 +18,7 @@ def prefill_fp8(dim, mask, share=0, tokens=4096):
     """Four sequences in e4m3; `share`: keys and values that share a scale."""
     n = tokens // share if share else 1
     scales = Scales(*(meta(4, heads, n, dtype=FP32) for heads in (32, 8, 8)))
-    p = Attention("prefill", 4, tokens, tokens, 32, 8, dim, torch.float8_e4m3fn, mask)
+    p = Attention("prefill", 4, tokens, tokens, 32, 8, dim, torch.float8_e4m3fn, mask, extras=scales.extras(tokens, tokens))
     inputs = (meta(4, tokens, heads, dim, dtype=p.dtype) for heads in (32, 8, 8))
     tiles, facts = launched(hopper_fp8, "sm_90", p, *inputs, Operands(dim**-0.5, scales=scales))
     return tiles, facts["_prefill_fp8"]
@@ -32,9 +32,10 @@ def prefill_fp8(dim, mask, share=0, tokens=4096):
         pytest.param(128, Causal(), 1, 4096, 0, marks=wide),
         (256, Causal(), 0, 4096, 0),
         pytest.param(64, Full(), 0, 4096, 0, marks=wide),
-        pytest.param(128, Causal(), 128, 4096, 0, marks=wide),
+        (64, Full(), 1, 4096, 48),  # three warpgroups
+        (128, Causal(), 128, 4096, 0),
         pytest.param(128, Window(1024), 0, 4096, 0, marks=wide),
-        pytest.param(128, Full(), 0, 8192, 0, marks=wide),
+        (128, Full(), 0, 8192, 0),  # the last tiles in parts
         pytest.param(256, Full(), 128, 4096, 0, marks=wide),
     ],
     ids=str,
@@ -44,7 +45,8 @@ def test_hopper_fp8(dim, mask, share, tokens, spills):
     tiles, facts = prefill_fp8(dim, mask, share, tokens)
     assert facts.spills <= allowed(spills), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
-    steps = dim // 32 + (128 if share else tiles.n) // 32  # of one tile of scores, and of one of the output
+    assert (tiles.parts > 1) == (dim == 128 and mask == Full())
+    steps = dim // 32 + tiles.n // 32  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and facts.ptx.count(".f32.e4m3.e4m3 ") == facts.wgmma
     assert facts.tma_loads == -(-dim // 128) * (tiles.groups + 2) + 2  # boxes of 128 bytes: of queries, and of a first tile and others
     assert "prmt.b32" not in facts.ptx and not facts.serialized and "setmaxnreg.dec" in facts.ptx

@@ -62,7 +62,7 @@ PAGES = [
     paged.Case((2, 64, 2, EACH, 1, 3), 1, (300, 0, 70), 70, Window(150)),
     paged.Case((2, 128, 2, EACH, 1, 3), 24, (500, 30), 40, sinks=True, dim=128),
 ]
-SHORT = ("MOST_PARTS, LEAST = 16, 1024", "MOST_PARTS, LEAST = 16, 64")  # parts of so few keys that they can be emulated
+SHORT = [("MOST_PARTS, LEAST = 16, 1024", "MOST_PARTS, LEAST = 16, 64"), ("GRAIN = tl.constexpr(128)", "GRAIN = tl.constexpr(16)")]  # to be emulated
 LISTED = [  # how many parts a list says, of as many programs
     LONG_ONE := ragged.Case((2, 64, 2, 40, 4, 0), ((1, 300), (60, 400), (1, 20), (0, 9)), heads=(8, 2)),
     ragged.Case((2, 64, 2, 12, 1, 0), ((1, 300), (130, 400), (1, 20)), heads=(2, 1), sinks=True, room=40),
@@ -119,14 +119,14 @@ def test_queries_of_several_sequences_over_pages(mode):
 @pytest.mark.parametrize(("case", "mode"), timings(LISTED, [LONG_ONE, NARROW]), ids=str)
 def test_as_many_parts_as_a_list_says(case, mode):
     call = ragged.ragged(case)
-    ragged.judge(case, call, ragged.emulated(case, call, mode, edits=[SHORT]))
+    ragged.judge(case, call, ragged.emulated(case, call, mode, edits=SHORT))
 
 
 @emulates
 @pytest.mark.parametrize("case", LISTED_DENSE, ids=str)
 def test_a_list_for_a_dense_batch(case):
     call = paged.call_of(case)
-    paged.judge(case, call, paged.emulated(case, call, MODES[0], edits=[SHORT]))
+    paged.judge(case, call, paged.emulated(case, call, MODES[0], edits=SHORT))
 
 
 # ---- with a bug
@@ -190,7 +190,7 @@ def test_a_bug_planted_in_listed_parts_shows(bug):
     call = ragged.ragged(bug.case)
     with pytest.raises((Fault, AssertionError, IndexError)):
         for mode in MODES:
-            ragged.judge(bug.case, call, ragged.emulated(bug.case, call, mode, edits=[SHORT, *bug.edits]))
+            ragged.judge(bug.case, call, ragged.emulated(bug.case, call, mode, edits=[*SHORT, *bug.edits]))
 
 
 @emulates

@@ -224,9 +224,9 @@ def test_keys_of_long_tiles_are_dealt_out(deal, device, monkeypatch):
         lengths, used = drawn(seed)
         p, x = packed(lengths, used, mask, device)
         tiles = worked(used or lengths, mask, 32, False)
-        least, expected = max(32, -(-sum(work for work, _, _ in tiles) // deal)), []
+        least, expected = -(-max(32, -(-sum(work for work, _, _ in tiles) // deal)) // 128) * 128, []
         few = len(tiles) < deal
-        size = next(n for n in itertools.count(least) if not few or sum(max(1, -(-work // n)) for work, _, _ in tiles) <= deal)
+        size = next(n for n in itertools.count(least, 128) if not few or sum(max(1, -(-work // n)) for work, _, _ in tiles) <= deal)
         for work, b, at in tiles:
             parts = max(1, min(-(-work // size) if few else work // size, work // 32, 16))
             assert parts == 1 or len(expected) + parts <= deal

@@ -219,11 +219,16 @@ def test_wrong_arguments(device):
         ({"betas": (1.0, 0.9)}, "betas lie in"),
         ({"max_norm": 0.0}, "max_norm=0.0"),
         ({"lr": -1.0}, "lr=-1.0"),
-        ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": float("nan")}, "AdamW: lr is nan; give a number"),
+        ({"lr": float("inf")}, "lr=inf"),
         ({"lr": torch.ones(2)}, r"or lr a tensor \[\]"),
         ({"moments": torch.float16}, "moments=torch.float16; give torch.float32 or torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=message):
+            AdamW([p], **keywords)
+    for keywords in ({"lr": "a"}, {"betas": 0.9}, {"betas": "ab"}, {"eps": None}, {"weight_decay": "a"}, {"max_norm": "a"}):
+        (name,) = keywords
+        with pytest.raises(TypeError, match=rf"^AdamW: {name}(\[0\])? is .*; give (a number|two numbers)"):
             AdamW([p], **keywords)
     with pytest.raises(ValueError, match="betas lie in"):
         AdamW([{"params": [p], "betas": (0.9, 1.5)}])
@@ -239,3 +244,13 @@ def test_wrong_arguments(device):
     p.grad = torch.zeros_like(p)
     with pytest.raises(ValueError, match="lr is a tensor on meta"):
         AdamW([p], lr=torch.tensor(0.1, device="meta")).step()
+    p.grad.fill_(1.0)
+    for name, value in (("lr", -1.0), ("betas", (0.9, 2.0)), ("eps", -1.0), ("weight_decay", float("nan")), ("maximize", True)):  # since it was made
+        optimiser = AdamW([p])
+        optimiser.param_groups[0][name] = value
+        with pytest.raises(ValueError, match=r"^AdamW: "):
+            optimiser.step()
+        assert p.eq(0).all() and not optimiser.state
+    optimiser = AdamW([p])
+    optimiser.param_groups[0]["betas"] = [0.9, 0.99]
+    optimiser.step()

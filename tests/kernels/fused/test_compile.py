@@ -233,7 +233,7 @@ def test_rope(problem, arch):
     signature |= dict.fromkeys((*scales, *zeros), "*bf16")
     signature |= {"table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64", "channel_ptr": "*fp32", "eps": "fp32", "offset": "fp32"}
     strides = ("token_stride", "table_stride", "page_stride", "slot_stride", "head_stride", "scale_page_stride")
-    signature |= dict.fromkeys(("num_q", "num_kv", "page", *strides, "scale_slot_stride", "scale_head_stride"), "i32")
+    signature |= dict.fromkeys(("num_q", "num_kv", "page", "table_rows", *strides, "scale_slot_stride", "scale_head_stride"), "i32")
     absent = (*(() if form else scales), *(() if form and form.has_zero else zeros), "channel_ptr", *(() if problem.norm else ("q_weight_ptr", "k_weight_ptr")))
     constexprs = {
         "NORM": problem.norm,
@@ -351,7 +351,7 @@ def test_rotary(dim, rotary_dim, dtype, layout, arch):
     problem = Rope("rotary", 8192, 32, 8, dim, rotary_dim, dtype, layout, False, False)
     tiles = rope.configs(problem, GPUS[arch])[0]
     signature = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), POINTER[dtype]) | {"table_ptr": "*fp32", "positions_ptr": "*i64"}
-    signature |= dict.fromkeys(("num_q", "num_kv", "length", "table_stride"), "i32") | dict.fromkeys(("q_strides", "k_strides"), ("i32",) * 3)
+    signature |= dict.fromkeys(("num_q", "num_kv", "length", "table_rows", "table_stride"), "i32") | dict.fromkeys(("q_strides", "k_strides"), ("i32",) * 3)
     signature |= {"position_strides": ("i32",) * 2}
     constexprs = {"BACK": True, "INTERLEAVED": layout == "interleaved", "ROTARY": rotary_dim, "DIM": dim, "PAIRS": rope.pairs(problem)}
     constexprs |= {"HEADS": tiles.heads, "ALIGNED": True}

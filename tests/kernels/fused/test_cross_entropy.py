@@ -1,5 +1,7 @@
 """Cross-entropy of logits: figures of rows, gradients in the backward pass and in place, against float64."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,7 +207,10 @@ def test_in_place_is_noticed_on_a_gpu_too(device):
         ({"targets": torch.zeros(3, dtype=torch.int32)}, r"targets is torch.int32 \[3\]; give int64 \[3\]"),
         ({"targets": torch.zeros(4, dtype=torch.int64)}, r"give int64 \[3\]"),
         ({"terms": LossTerms(smoothing=1.5)}, "terms.smoothing is 1.5; give 0 to 1"),
-        ({"terms": LossTerms(temperature=0.0)}, "terms.temperature is 0.0; give more than 0"),
+        ({"terms": LossTerms(temperature=0.0)}, "terms.temperature is 0.0; give 1e-30 or more"),
+        ({"terms": LossTerms(temperature=1e-40)}, "terms.temperature is 1e-40; give 1e-30 or more"),
+        ({"terms": LossTerms(softcap=math.inf)}, "terms.softcap is inf; give 0 for none, or 1e-30 or more, but a number"),
+        ({"terms": LossTerms(z_loss=math.inf)}, "terms.z_loss is inf; give 0 or more, but a number"),
         ({"terms": LossTerms(class_weights=torch.ones(5))}, r"terms.class_weights is torch.float32 \[5\]; give a float tensor \[9\]"),
         ({"in_place": True, "reduction": "none"}, "reduction='none' does not know"),
         ({"logits": torch.zeros(3, 0)}, "the vocabulary has 0 words; give at least 1"),

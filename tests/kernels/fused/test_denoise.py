@@ -173,10 +173,31 @@ def test_wrong_arguments(device):
         (lambda: schedule(DDIM(), 1000, spacing=Spacing(offset=1)), "are training steps 1000 to 1, of 0 to 999; give fewer, or another offset"),
         (lambda: denoise_step(x, x, plan, torch.zeros(2, device=device), history=x), r"step is torch.float32 \[2\]; give int64 \[\] or \[1\]"),
         (lambda: schedule(DDPM(), 5, noise=Flow(), prediction="flow"), "a Flow goes with 'flow' and with Euler or DPM2M"),
-        (lambda: denoise_step(x, x[:1], plan, step, history=x), r"output is \[1, 3\]; give \[2, 3\]"),
-        (lambda: denoise_step(x, x, plan, step, guidance=2.0, history=x), r"give \[4, 3\], without and with the prompt"),
+        (lambda: denoise_step(x, x[:1], plan, step, history=x), r"output is torch.float32 \[1, 3\]; give floats \[2, 3\]"),
+        (lambda: denoise_step(x, x, plan, step, guidance=2.0, history=x), r"give floats \[4, 3\], without and with the prompt"),
         (lambda: denoise_step(x, x, plan, step), "give history"),
         (lambda: denoise_step(x, x, noisy, step), "give state=noise_state"),
+        (lambda: denoise_step(x, x, noisy, step, state=x[0, :2]), "give state=noise_state"),
+        (lambda: denoise_step(x, x.long(), plan, step, history=x), r"output is torch.int64 \[2, 3\]; give floats \[2, 3\]"),
+        (lambda: denoise_step(x[0, 0], x[0, 0], plan, step, history=x), r"x is \[\]; give \[batch, ...\]"),
+        *((lambda at=at: denoise_step(*(torch.zeros(2, 3),) * 2, schedule(DDIM(), 5), torch.tensor(at)), f"step is {at}; give 0 to 4") for at in (-1, 5)),
+        (lambda: schedule(DDIM(), 10.5), "steps=10.5; give 1 to 1000"),
+        (lambda: schedule(DDIM(eta=1.5), 5), "sampler.eta is 1.5; give 0 to 1"),
+        (lambda: schedule(DDIM(eta=-1), 5), "sampler.eta is -1; give 0 or more"),
+        (lambda: schedule(DDPM(clip=-1), 5), "sampler.clip is -1; give a number above 0, or None"),
+        (lambda: schedule(DDIM(), 5, noise=Betas(last="First")), r"last='First'.*give a start and an end between 0 and 1, .* last='zero' or 'first'"),
+        (lambda: schedule(DDIM(), 5, noise=Betas(start=2.0)), r"noise is Betas\(start=2.0"),
+        (lambda: schedule(DDIM(), 5, noise=Betas(steps=1e3)), "noise.steps is 1000.0; give a whole number, 1 or more"),
+        (lambda: schedule(Euler(), 5, noise=Flow(shift=0.0), prediction="flow"), "noise.shift is 0.0; give a number above 0"),
+        (lambda: schedule(DDIM(), 5, spacing=Spacing(offset=0.5)), "spacing.offset is 0.5; give a whole number, 0 or more"),
     ):
         with pytest.raises(ValueError, match=message):
+            call()
+    for call, message in (
+        (lambda: schedule(DDIM(), 5, noise=None), r"noise is None, .*give Betas\(...\) or Flow\(...\), and Spacing\(...\)"),
+        (lambda: schedule(DDIM(), 5, spacing="leading"), "spacing 'leading'; give"),
+        (lambda: denoise_step(x, x, plan.table, step, history=x), r"plan is a Tensor; give what schedule\(...\) makes"),
+        (lambda: denoise_step(x, x.repeat(2, 1), plan, step, guidance="a", history=x), "guidance is 'a'; give a number"),
+    ):
+        with pytest.raises(TypeError, match=message):
             call()

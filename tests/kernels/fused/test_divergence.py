@@ -100,7 +100,7 @@ def test_bad_arguments():
         (lambda: divergence(x, x[:1]), "they must be equal"),
         (lambda: divergence(x[:, :0], x[:, :0]), r"are \[2, 0\]; give \[..., vocab\], vocab at least 1"),
         (lambda: divergence(x[0, 0], x[0, 0]), r"are \[\]; give \[..., vocab\], vocab at least 1"),
-        (lambda: divergence(x, x, beta=2.0), "beta is 2.0, temperature 1.0; give 0 to 1"),
+        (lambda: divergence(x, x, beta=2.0), "beta is 2.0; give 0 to 1"),
         (lambda: divergence(x, x.clone().requires_grad_()), r"give teacher.detach\(\)"),
         (lambda: divergence(x, x, counts=torch.ones(2)), r"counts is torch.float32 \[2\]; give bools \[2\]"),
     ):

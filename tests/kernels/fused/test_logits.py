@@ -239,6 +239,14 @@ def test_what_is_not_finite(kernel, width, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_noise_counts_whatever_logits_share(kernel, device):
+    """At 2^24 floats are 2 apart: so are these logits. Of two slices, with and without filters."""
+    logits = 2.0 * torch.randint(5, (14, 5000), device=device, generator=torch.Generator(device).manual_seed(1))
+    how = settings(SETTINGS, device, seed=range(14))
+    assert sample(logits + 2**24, how, kernel=kernel).tolist() == sample(logits, how, kernel=kernel).tolist()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("how", [(1.0, 0, 1.0, 0.0, 0.4), (0.7, 30, 0.95, 0.0, 0.4)], ids=str)
 def test_typical_sets_end_where_they_should(how, kernel, device):
     """Seeds under which the least or the largest kept entry wins, and under which one that is not kept would have."""

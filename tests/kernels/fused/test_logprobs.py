@@ -31,6 +31,13 @@ def test_against_float64(problem, kernel, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_what_logits_share_costs_no_digits(kernel, device):
+    logits, tokens = torch.randint(4, (3, 70), device=device).float(), torch.arange(3, device=device)
+    near, far = (log_probs(x, tokens, 4, kernel=kernel) for x in (logits, logits + 2**20))
+    assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_what_is_not_finite(kernel, device):
     """NaN counts as -inf, and comes after all others; a row of -inf has -inf alone."""
     logits = torch.full((2, 70), -torch.inf, device=device)

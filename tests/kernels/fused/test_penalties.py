@@ -99,6 +99,8 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=f"^adjust_logits: {words}"):
             adjust_logits(logits, **call)
+    with pytest.raises(NotImplementedError, match=r"^adjust_logits: gradients are not implemented"):
+        adjust_logits(logits, penalties=Penalties(rate.clone().requires_grad_(), rate, rate, counts))
     for shape in ((2, 0), (2,)):
         with pytest.raises(ValueError, match=r"^adjust_logits: logits are \[2(, 0)?\]; give \[rows, vocab\], vocab at least 1"):
             adjust_logits(torch.zeros(shape))

@@ -191,6 +191,16 @@ def test_strided_table_positions_and_slots(kernel, device):
 
 
 @pytest.mark.gpu
+def test_positions_that_are_no_rows(device):
+    """Of a GPU, where nobody looks: NaN, and what is not rotated stays."""
+    qkv, table, positions = torch.ones(3, 32, device=device), torch.ones(9, 4, device=device), torch.tensor([-1, 9, 2], device=device)
+    rope = pytest.importorskip("onchip.kernels.fused.rope")
+    rope.launch(Rope("rope_append", 3, 2, 1, 8, 4, FP32, "neox", False, False), rope.Tiles(4, 1), qkv, table, positions, None, None)
+    heads = qkv.view(3, 4, 8)  # two of queries, one of keys, one of values
+    assert heads[:2, :3, :4].isnan().all() and heads[2].isfinite().all() and heads[:, :3, 4:].eq(1).all() and heads[:, 3].eq(1).all()
+
+
+@pytest.mark.gpu
 def test_triton_refuses_what_it_cannot_rotate_in_place(device):
     p = Rope("rope_append", 2, 2, 1, 32, 32, FP32, "neox", False, True)
     qkv, table, positions, _, append = inputs(p, device)
@@ -213,6 +223,9 @@ def test_wrong_arguments(device):
             rope_append(*arguments)
     with pytest.raises(ValueError, match="gptj"):
         rope_append(qkv, table, positions, (2, 1), layout="gptj")
+    for norm, message in ((QKNorm(table[0], None, 1e-6), "norm.q is a Tensor, norm.k a NoneType"), (5, "norm is a int")):
+        with pytest.raises(TypeError, match=message):
+            rope_append(qkv, table, positions, (2, 1), norm=norm)
 
 
 # ---- quantised caches

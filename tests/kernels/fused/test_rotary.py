@@ -134,6 +134,14 @@ def test_a_norm_before_it(kernel, device):
         assert_as_good_as_torch(ours, low, truth, slack=3.0 if n > 1 else 2.0)
 
 
+@pytest.mark.gpu
+def test_positions_that_are_no_rows(device):
+    """Of a GPU, where nobody looks: NaN, and what is not rotated stays."""
+    x, table, positions = torch.ones(1, 3, 2, 8, device=device), torch.ones(9, 4, device=device), torch.tensor([[-1, 9, 2]], device=device)
+    for y in rope.launch_rotary(Rope("rotary", 3, 2, 2, 8, 4, FP32, "neox", False, False), rope.Tiles(2, 1), x, x, table, positions):
+        assert y[0, :2, :, :4].isnan().all() and y[..., 4:].eq(1).all() and y[0, 2].isfinite().all()
+
+
 def test_wrong_arguments(device):
     q, k, table = torch.zeros(1, 6, 4, 32, device=device), torch.zeros(1, 6, 2, 32, device=device), torch.zeros(8, 16, device=device)
     for call, message in (
@@ -149,3 +157,7 @@ def test_wrong_arguments(device):
             call()
     with pytest.raises(TypeError, match=r"^rotary: norm is a tuple; give QKNorm"):
         rotary(q, k, table, norm=(q[0, 0, 0], k[0, 0, 0]))
+    with pytest.raises(TypeError, match=r"^rotary: norm.q is a Tensor, norm.k a NoneType; give tensors \[32\] both"):
+        rotary(q, k, table, norm=QKNorm(q[0, 0, 0], None, 1e-6))
+    with pytest.raises(ValueError, match=r"^rotary: norm.eps is -1.0; give 0 or more"):
+        rotary(q, k, table, norm=QKNorm(q[0, 0, 0], k[0, 0, 0], -1.0))

@@ -114,6 +114,15 @@ def test_an_infinite_logit_is_drawn(kernel, device):
     assert found.count.tolist() == [0, 0] and found.token.tolist() == [9, 9]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_probabilities_whatever_logits_share(kernel, device):
+    """At 2^22 floats are 0.5 apart: what was taken off them all would be rounded to that."""
+    logits = torch.randint(3, (16, 2, 9), device=device, generator=torch.Generator(device).manual_seed(1)).float()
+    how, draft = settings(HOW * 4, device), Draft(torch.zeros(16, 1, dtype=torch.int64, device=device), torch.full((16, 1, 9), 0.13, device=device))
+    near, far = (verify(x, draft, how, kernel=kernel) for x in (logits, logits + 2**22))
+    assert 0 < near.count.sum() < 16 and all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
+
+
 @pytest.mark.parametrize("kernel", MANY_ROWS)
 @pytest.mark.parametrize("how", [(1.0, 0, 1.0, 0.0, 1.0), (0.7, 5, 0.95, 0.0, 1.0)], ids=str)
 @pytest.mark.parametrize("drawn", ["q", "the same noise", "without q"])

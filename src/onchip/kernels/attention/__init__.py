@@ -346,14 +346,14 @@ PREFILL = Op(
             "onchip.kernels.attention.hopper_fp8:launch",
             {"cuda": (90,)},
             {"dtype": (E4M3,), "dim": (64, 128, 256), "mask": BANDS, "keys": ("dense",), "score": (None,)},
-            also=(_one_width, _only("deterministic")),
+            also=(_one_width, _only("deterministic", "key_scales", "token_scales")),
         ),
         Kernel(
             "bf16_of_e4m3",
             "onchip.kernels.attention.bf16_of_e4m3:prefill",
             GPUS,
             {"dtype": (E4M3,), "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense",)},
-            also=(_only("batch_invariant", "deterministic", "dropout", "sinks"), _translates),
+            also=(_only("batch_invariant", "deterministic", "dropout", "key_scales", "sinks", "token_scales"), _translates),
             least=_smallest_tiles,
         ),
         Kernel(
@@ -400,14 +400,18 @@ BACKWARD = Op(
             "onchip.kernels.attention.hopper_fp8_backward:launch",
             {"cuda": (90,)},
             {"dtype": (E4M3,), "dim": (64, 128), "mask": BANDS, "keys": ("dense",), "score": (None,)},
-            also=(_one_width, _only("batch_invariant", "deterministic", "token_scales"), _scales_of_blocks),
+            also=(_one_width, _only("batch_invariant", "deterministic", "key_scales", "token_scales"), _scales_of_blocks),
         ),
         Kernel(
             "bf16_of_e4m3_backward",
             "onchip.kernels.attention.bf16_of_e4m3:backward",
             GPUS,
             {"dtype": (E4M3,), "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense",)},
-            also=(_only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "token_scales"), _no_gradient_of_reads, _translates),
+            also=(
+                _only("batch_invariant", "deterministic", "dropout", "key_scales", "score_grad", "sinks", "token_scales"),
+                _no_gradient_of_reads,
+                _translates,
+            ),
             least=_smallest_tiles_backward,
         ),
         Kernel(

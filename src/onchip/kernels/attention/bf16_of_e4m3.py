@@ -4,6 +4,7 @@ A number of e4m3 is one of bfloat16, and its product with a scale is rounded onc
 and twice their memory while the kernel runs.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,19 @@ class By(NamedTuple):
     problem: Attention
     config: object
 
+    @property
+    def order(self) -> Callable[[Attention], str] | None:
+        """How the kernel's programs take its tiles, of its own problem."""
+        told = getattr(self.config, "order", None)
+        return told and (lambda _: told(self.problem))
+
     def __str__(self):
         return f"q, k and v in bf16 by {self.kernel.name}" + f": {self.config}" * (self.config is not None)
 
 
 def configs(p: Attention, device: Device) -> list[By]:
     """The first kernel of the menu that takes the problem in bfloat16: one that is not plain torch."""
-    near = p._replace(dtype=torch.bfloat16, extras=tuple(extra for extra in p.extras if extra != "token_scales"))
+    near = p._replace(dtype=torch.bfloat16, extras=tuple(extra for extra in p.extras if extra not in ("key_scales", "token_scales")))
     kernels = (PREFILL if p.op == "prefill" else BACKWARD).kernels
     kernel = next(kernel for kernel in kernels if not kernel.portable and not kernel.leaves(near, device))
     return [By(kernel, near, kernel.configs(near, device)[0])]

@@ -75,30 +75,37 @@ GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 class Tiles(NamedTuple):
     """Warpgroups of 64 queries, keys a tile, tiles of values in flight (of keys that go in pieces there is room for one more), programs at most
-    (`programs_and_counter`), and keys whose weights go to the output's product as soon as they are made; 0: those of a tile go there together, behind the next
-    tile's scores."""
+    (`programs_and_counter`), keys whose weights go to the output's product as soon as they are made (0: those of a tile go there together, behind the next
+    tile's scores), and in how many parts the keys of those tiles of queries are dealt out that are left when all programs have done as many."""
 
     groups: int
     n: int
     stages: int
     programs: int
     piece: int = 0
+    parts: int = 1
 
     @property
     def k_stages(self):
         return self.stages + (self.piece > 0)
 
     def __str__(self):
-        pieces = f" in pieces of {self.piece} keys" if self.piece else ""
+        pieces = f" in pieces of {self.piece} keys, of scales of heads" if self.piece else ""
         return f"{64 * self.groups}x{self.n} tiles{pieces}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
     def together(self, p: Attention) -> int:
         """Heads side by side: of long sequences half as many as L2 has room for, so that programs end at more nearly the same time."""
         return together(p, 2 * p.len_k) if self.piece and p.len_q >= LONG else together(p)
 
+    def count(self, p: Attention) -> int:
+        """Tiles of queries, of all heads and sequences."""
+        return query_tiles(p, 64 * self.groups) * p.heads
+
     def order(self, p: Attention) -> str:
         """How programs take the tiles of a call."""
-        return order(p, query_tiles(p, 64 * self.groups) * p.heads, self.programs, self.together(p))
+        count = self.count(p)
+        parts = f", the keys of the last {count % self.programs} in {self.parts} parts, joined by a launch behind" * (self.parts > 1)
+        return order(p, count, self.programs, self.together(p)) + parts
 
 
 @dataclass(frozen=True)
@@ -523,15 +530,19 @@ LONG = 16384  # queries from which fewer heads go side by side
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
-    """The tiles of the head dimension; half of them where they are too few for the device."""
+    """The tiles of the head dimension; half of them where they are too few for the device, and parts of the last ones' keys where that is faster."""
     groups, n, stages = pick(TILES, p.dim)
+    programs, one_scale = programs_of(device), "key_scales" not in p.extras  # scales of blocks spill 88 bytes beside 256 scores
     if p.dim <= 64 and p.mask.left is None and (p.len_q > SHORT_64 or p.mask.right is None):
         groups, n, stages = LONG_64
-    elif p.dim == 128 and p.mask.left is None and p.len_q > SHORT_128 and p.batch * p.heads * triton.cdiv(p.len_q, 128) >= device.sms:
+    elif p.dim == 128 and p.mask.left is None and p.len_q > SHORT_128 and one_scale and p.batch * p.heads * triton.cdiv(p.len_q, 128) >= programs:
         groups, n, stages = LONG_128
-    if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
+    if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < programs:
         groups = 1
-    return [Tiles(groups, n, stages, programs_of(device), PIECE if n == 256 else 0)]
+    tiles = Tiles(groups, n, stages, programs, PIECE if n == 256 else 0)
+    if tiles.piece and p.mask.right is None:
+        tiles = tiles._replace(parts=parts_of(tiles.count(p), programs, triton.cdiv(p.len_k, n)))
+    return [tiles]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
@@ -546,8 +557,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     first = [*map(for_tma, first[:3]), first[3]]
     left, right, top_left = ends(p.mask)
     each_q, each_k, each_v = Scales.share(scales.q, p.len_q), Scales.share(scales.k, p.len_k), Scales.share(scales.v, p.len_k)
-    if tiles.piece and (each_k or each_v):  # scales of blocks spill 88 bytes beside 256 scores
-        tiles = tiles._replace(n=128, stages=3, piece=0)
+    assert not (tiles.piece and (each_k or each_v)), "pieces know scales of heads alone"
     assert all(each <= 1 or each % tiles.n == 0 for each in (each_k, each_v)), f"a tile of {tiles.n} keys has one scale"
     factors = [s.expand(p.batch, heads, -1) for s, heads in zip(scales, (p.heads, p.kv_heads, p.kv_heads), strict=True)]
     most = factors[2][..., 0]
@@ -558,10 +568,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     if scale < 0:  # the largest score is taken before it is scaled
         first[0], scale = (first[0].view(torch.uint8) ^ 0x80).view(q.dtype), -scale
     keys = min(tiles.n, 128)  # TMA's rows have 128 bytes
-    tiles_m = triton.cdiv(p.len_q, 64 * tiles.groups)
-    count = tiles_m * p.batch * p.heads
+    count, parts = tiles.count(p), tiles.parts
     programs = min(count, tiles.programs)
-    parts = parts_of(count, programs, triton.cdiv(p.len_k, tiles.n)) if tiles.piece and p.mask.right is None else 1
     whole, part, part_lse = count, first[3], None
     if parts > 1:
         whole = count // programs * programs
@@ -576,7 +584,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim * (tiles.n // keys), keys), (64, p.value_dim))
     _prefill_fp8[(programs,)](
         *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, counter, *factors, most, whole, describe(part, *blocks[3]), part_lse, scale,
-        each_q or p.len_q, whole + (count - whole) * parts, tiles_m, tiles.together(p), p.heads,
+        each_q or p.len_q, whole + (count - whole) * parts, triton.cdiv(p.len_q, 64 * tiles.groups), tiles.together(p), p.heads,
         p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
         tuple(tuple(t.stride()) for t in (*factors, most)), C=shape, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -67,8 +67,8 @@ def _join_units(part_ptr, part_lse_ptr, o_ptr, lse_ptr, units_ptr, q_offsets, q_
         total = tl.sum(tl.math.exp2((logs - base[None, :]) * LOG2E), 0)
         acc = tl.zeros([ROWS, BLOCK], tl.float32)
         for first in range(0, count, AT_ONCE):
-            part = first + tl.arange(0, AT_ONCE)
-            rows, real = (number + part * heads)[:, None] * M + at[None, :], (part < count)[:, None] & near[None, :]
+            some = first + tl.arange(0, AT_ONCE)
+            rows, real = (number + some * heads)[:, None] * M + at[None, :], (some < count)[:, None] & near[None, :]
             weights = tl.math.exp2((tl.load(part_lse_ptr + rows, mask=real, other=float("-inf")) - base[None, :]) * LOG2E)
             real = real & (weights > 0.0)  # who saw nothing may hold anything
             parts = tl.load(part_ptr + rows[:, :, None] * DV + dims[None, None, :], mask=real[:, :, None] & used[None, None, :], other=0.0)
@@ -142,7 +142,7 @@ def join_units(p: Attention, units, listed, x: Operands, pack: int, out, lse) ->
     """Into `out` and `lse` (or None), as `tile.outputs` makes them, of a packed batch the parts of `units` that lie in the first places of a list."""
     parts, part_lse = units
     heads, block, early = p.kv_heads if pack > 1 else p.heads, triton.next_power_of_2(p.value_dim), starts_early(out)
-    m, rows = len(parts) // (heads * len(listed)), max(1, JOINED // (AT_ONCE.value * block))
+    m, rows = len(parts) // (heads * len(listed)), max(1, JOINED // (2 * AT_ONCE.value * block))  # more spill
     _join_units[(heads * len(listed) * (m // rows),)](
         parts, part_lse, out, lse, listed, x.q_offsets, x.q_used, heads, p.group, p.tokens,
         M=m, PACK=pack, DV=p.value_dim, BLOCK=block, PLACES=MOST_PARTS, ROWS=rows, EARLY=early,

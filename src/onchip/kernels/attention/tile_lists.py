@@ -13,6 +13,7 @@ from onchip.kernels.attention.tile import ends, key_span, remembered, sequence
 
 FIELDS = tl.constexpr(8)  # of a tile in a list by length: a sector of memory
 PART, PARTS = tl.constexpr(1 << 20), tl.constexpr(1 << 25)  # in a list: tile + PART part + PARTS (parts - 1), of up to 32 parts
+GRAIN = tl.constexpr(128)
 MOST_PARTS, LEAST = 16, 1024  # of a tile's keys, and keys of a part
 DEALT = 128  # of which the largest may be in parts
 LISTED = 64  # tiles of a packed batch that a program sorts, each against as many at once
@@ -103,15 +104,15 @@ def _deal(units_ptr, tiles_ptr, work_ptr, bound, most, LEAST: tl.constexpr, MOST
         count += tl.sum((work >= 0).to(tl.int32), 0)
     at = tl.arange(0, BLOCK)
     work = tl.load(work_ptr + at, mask=at < bound, other=-1)  # of the largest: others are not in parts
-    low = tl.maximum(tl.cdiv(every, most).to(tl.int32), LEAST)
-    high = tl.maximum(tl.max(work, 0), low)
+    low = tl.cdiv(tl.maximum(tl.cdiv(every, most).to(tl.int32), LEAST), GRAIN)  # in GRAIN keys, so that few turns find it
+    high = tl.maximum(tl.cdiv(tl.max(work, 0), GRAIN), low)
     few = count < most
     size = low
     while few & (low < high):
         size = (low + high) // 2
-        fits = tl.sum(tl.maximum(tl.cdiv(work, size), (work >= 0).to(tl.int32)), 0) + tl.maximum(count - BLOCK, 0) <= most
+        fits = tl.sum(tl.maximum(tl.cdiv(work, size * GRAIN), (work >= 0).to(tl.int32)), 0) + tl.maximum(count - BLOCK, 0) <= most
         low, high = tl.where(fits, low, size + 1), tl.where(fits, size, high)
-    size = low
+    size = low * GRAIN
     behind = 0
     for first in range(0, bound, BLOCK):
         at = first + tl.arange(0, BLOCK)

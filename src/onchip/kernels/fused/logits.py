@@ -34,6 +34,7 @@ from onchip.kernels.fused.vocabulary import (
     entries,
     gumbel,
     image,
+    less,
     list_groups,
     listed,
     mark,
@@ -100,14 +101,13 @@ def _threshold(
 
 
 @triton.jit
-def _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP: tl.constexpr, TILE: tl.constexpr):
+def _argmax(row_ptr, list_ptr, count, vocab, largest, inverse, floor, middle, reach, seed, step, GROUP: tl.constexpr, TILE: tl.constexpr):
     """The first index of the largest x / temperature + noise among the listed entries that are kept."""
-    inverse = tl.div_rn(1.0, temperature)
     best, token = tl.full([1, TILE // GROUP, GROUP], float("-inf"), tl.float32), tl.full([1, TILE // GROUP, GROUP], 1 << 30, tl.int32)
     for first in range(0, count, TILE // GROUP):
         group, index = listed(list_ptr, first, count, vocab, GROUP, TILE)
         x = entries(row_ptr, index, vocab)
-        score = tl.where((x >= floor) & (_distance(x, middle) <= reach), x * inverse, float("-inf"))
+        score = tl.where((x >= floor) & (_distance(x, middle) <= reach), less(x, largest, inverse), float("-inf"))
         if tl.max(score) + MOST_NOISE > tl.max(best):  # Philox costs ten times the read: not where it cannot matter
             score += gumbel(seed, step, group * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :], 0)
         better = score > best
@@ -142,17 +142,18 @@ def _few(
         most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
         reach = -nth(-_distance(values, middle), weights, most, tl.full([], 0.0, tl.float32), typical * mass, 0.0, 0)
         mass = tl.sum(tl.where(_distance(values, middle) <= reach, weights, 0.0))
-    score = x * inverse + gumbel(seed, step, group * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :], 0)
+    score = less(x, largest, inverse) + gumbel(seed, step, group * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :], 0)
     best, token = told(tl.max(ordered(tl.where((x >= floor) & (_distance(x, middle) <= reach), score, float("-inf")), index)))
     return tl.where(best > float("-inf"), token, 0), floor, middle, reach, mass
 
 
 @triton.jit
-def _first(slices_ptr, row, slices, SLICES: tl.constexpr):
-    """The token that the survey drew."""
+def _first(slices_ptr, row, slices, tops, largest, inverse, hot, SLICES: tl.constexpr):
+    """The token that the survey drew; scores of a temperature above 0 are less the slice's largest logit."""
     part = tl.arange(0, SLICES)
     slice_ptr, there = slices_ptr + (row * slices + part) * 4, part < slices
     best = tl.load(slice_ptr + 2, mask=there, other=float("-inf"))
+    best += tl.where(hot, less(tops, largest, inverse), 0.0)
     return tl.min(tl.load(slice_ptr + 3, mask=there & (best == tl.max(best)), other=1 << 30)).to(tl.int32)
 
 
@@ -222,13 +223,13 @@ def _draw(
             )  # fmt: skip
         elif (top_p < 1) & (typical >= 1) & (by_count == 0) & (limits_ptr is None):
             # most of what is drawn is kept: draw from all, and from what is larger if it is not
-            token = _first(slices_ptr, row, slices, SLICES)
+            token = _first(slices_ptr, row, slices, tops, largest, inverse, hot, SLICES)
             drawn = tl.load(row_ptr + token).to(tl.float32)
             drawn = tl.where(drawn == drawn, drawn, float("-inf"))
             above = _kept(row_ptr, list_ptr, count, vocab, after(drawn), middle, reach, largest, inverse, GROUP, TILE)
             while (drawn < largest) & ((drawn < least) | (above >= top_p * mass)):
                 floor = tl.minimum(tl.maximum(after(drawn), least), largest)  # ends, whatever top-p and min-p are
-                token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
+                token = _argmax(row_ptr, list_ptr, count, vocab, largest, inverse, floor, middle, reach, seed, step, GROUP, TILE)
                 drawn = tl.load(row_ptr + token).to(tl.float32)
                 above = _kept(row_ptr, list_ptr, count, vocab, after(drawn), middle, reach, largest, inverse, GROUP, TILE)
         else:
@@ -246,17 +247,18 @@ def _draw(
                 most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
                 need, nearest = typical * mass, tl.full([], 0.0, tl.float32)
                 reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, need, middle, largest, inverse, "near", 0, GROUP, TILE)
-            token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
+            token = _argmax(row_ptr, list_ptr, count, vocab, largest, inverse, floor, middle, reach, seed, step, GROUP, TILE)
             if limits_ptr is not None:
                 mass = _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP, TILE)
     else:
-        token = _first(slices_ptr, row, slices, SLICES)
+        token = _first(slices_ptr, row, slices, tops, largest, inverse, hot, SLICES)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     if limits_ptr is not None:
-        tl.store(limits_ptr + row * 4, floor)
-        tl.store(limits_ptr + row * 4 + 1, middle)
-        tl.store(limits_ptr + row * 4 + 2, reach)
-        tl.store(limits_ptr + row * 4 + 3, largest * inverse + tl.log(mass))
+        tl.store(limits_ptr + row * 5, floor)
+        tl.store(limits_ptr + row * 5 + 1, middle)
+        tl.store(limits_ptr + row * 5 + 2, reach)
+        tl.store(limits_ptr + row * 5 + 3, largest)
+        tl.store(limits_ptr + row * 5 + 4, mass)
 
 
 @triton.jit
@@ -288,10 +290,10 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
 
 
 def launch(problem: Rows, config: Tiles, logits: torch.Tensor, how):  # logits: [rows, vocab]; how: Sampling
-    """Tokens int64 [rows]; of the variant "limits" also what is kept, float32 [rows, 4]: see `reference_sampling.sample`, also for fewer settings than rows."""
+    """Tokens int64 [rows]; of the variant "limits" also what is kept, float32 [rows, 5]: see `reference_sampling.sample`, also for fewer settings than rows."""
     rows, vocab, device = problem.rows, problem.width, logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    limits = torch.empty(rows, 4, dtype=torch.float32, device=device) if problem.variant == "limits" else None
+    limits = torch.empty(rows, 5, dtype=torch.float32, device=device) if problem.variant == "limits" else None
     if rows:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         how = vocabulary.in_order(how)

@@ -81,7 +81,7 @@ def rotary_backward(problem: Rope, config: None, q: Tensor, k: Tensor, table: Te
 
 def _angles(q: Tensor, table: Tensor, positions: Tensor | None, p: Rope) -> tuple[Tensor, ...]:
     """Of each token, [batch or 1, len, 1, half]."""
-    rows = table[: q.shape[1]].unsqueeze(0) if positions is None else table[positions]
+    rows = table[: q.shape[1]].unsqueeze(0) if positions is None else F.embedding(positions, table)  # not table[positions], which counts from the end below 0
     return angles(rows.unsqueeze(2), exact_of(q.dtype), p)
 
 
@@ -98,7 +98,7 @@ def embedding(problem: Rows, config: None, ids: Tensor, weight: Tensor) -> Tenso
     """Rows of weight; NaN where an id is none of its rows."""
     known = (ids >= 0) & (ids < len(weight))
     rows = F.embedding(torch.where(known, ids, 0), weight)
-    if ids.device.type == "cpu" and known.all():  # on a GPU it would cost a wait to know
+    if ids.device.type == "cpu" and not torch._C._are_functorch_transforms_active() and known.all():  # on a GPU it would cost a wait to know
         return rows
     return rows.masked_fill(~known.unsqueeze(-1), torch.nan)
 

@@ -37,8 +37,8 @@ def _greatest(logits: Tensor) -> Tensor:
 def sample(problem: Rows, config: None, logits: Tensor, how):
     """Token ids, int64 [rows]; logits [rows, vocab], how: Sampling.
 
-    Of the variant "limits" also what is kept, [rows, 4]: entry i is kept if `x[i] >= floor` and `|x[i] - middle| <= reach`, and has then the
-    probability `exp(x[i] / temperature - shift)`. The four of a row with temperature 0 mean nothing.
+    Of the variant "limits" also what is kept, [rows, 5]: entry i is kept if `x[i] >= floor` and `|x[i] - middle| <= reach`, and has then the
+    probability `exp((x[i] - largest) / temperature) / mass`. The five of a row with temperature 0 mean nothing.
     Settings may be fewer than rows: each is then that of as many rows, one after the other, and a step that of the first, which the next count on from.
     """
     how = _for_each_row(how, len(logits))
@@ -47,7 +47,8 @@ def sample(problem: Rows, config: None, logits: Tensor, how):
         return _greatest(logits)
     x = _exact(logits)
     temperature = torch.where(hot, how.temperature.unsqueeze(1), 1.0).to(x.dtype)
-    score = x * (1 / temperature) + gumbel(how.seed, how.step, problem.width, x.dtype)
+    largest = x.amax(-1, keepdim=True)
+    score = (x - _finite(largest)) * (1 / temperature) + gumbel(how.seed, how.step, problem.width, x.dtype)
     typical = torch.ones_like(how.top_p) if how.typical is None else how.typical
     floor = middle = reach = kept = None
     if limited or _may_be((how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0) | (typical < 1)):
@@ -60,8 +61,8 @@ def sample(problem: Rows, config: None, logits: Tensor, how):
     tokens = _argmax(torch.where(hot, score, x))
     if not limited:
         return tokens
-    shift = (x / temperature).masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
-    return tokens, torch.cat((floor, middle, reach, shift), 1)
+    mass = _weight(x, largest, temperature).masked_fill(~kept, 0).sum(-1, keepdim=True)
+    return tokens, torch.cat((floor, middle, reach, largest, mass), 1)
 
 
 def _for_each_row(how, rows: int):
@@ -78,6 +79,11 @@ def _may_be(flags: Tensor) -> bool:
 def _weight(x: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
     """exp((x - largest) / temperature), also where both are infinite."""
     return torch.where(x >= largest, 1.0, ((x - largest) / temperature).exp())
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """What logits are taken less, so that noise counts however large they are; less this, infinite ones stay so."""
+    return largest.clamp(torch.finfo(largest.dtype).min, torch.finfo(largest.dtype).max)
 
 
 def _distance(x: Tensor, middle: Tensor) -> Tensor:
@@ -146,11 +152,12 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 def log_probs(problem: Rows, config: None, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """log softmax at `tokens` [rows], and the largest of it [rows, top] with their indices, the lowest first of equal ones."""
     x = _exact(logits)
-    whole = x.logsumexp(-1, keepdim=True)
+    top = x.amax(-1, keepdim=True)
+    whole = _weight(x, top, 1.0).sum(-1, keepdim=True).log()  # less top, apart: a large part common to all logits costs no digits
     order = x.sort(dim=-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])].contiguous()
     real = (tokens >= 0) & (tokens < problem.width)
     at = torch.where(real, tokens, 0).unsqueeze(1)
-    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, ids) - whole).float() for ids in (at, order)]
+    found = [torch.where(z == -torch.inf, -torch.inf, z - top - whole).float() for z in (x.gather(1, at), x.gather(1, order))]
     return found[0].squeeze(1).masked_fill(~real, -torch.inf), found[1], order
 
 
@@ -177,7 +184,7 @@ def verify(problem: Rows, config: None, logits: Tensor, draft, how, drawn: Tenso
     """Count, path and token of `ops.sampling.Verified`; drawn: `sample` at each place [rows, n + 1], limits: what it kept."""
     rows, n = draft.tokens.shape
     if draft.probabilities is not None:
-        return _verify_drawn(logits, draft, how, drawn, limits.view(rows, n + 1, 4))
+        return _verify_drawn(logits, draft, how, drawn, limits.view(rows, n + 1, 5))
     parents = torch.arange(-1, n - 1, device=drawn.device) if draft.parents is None else draft.parents
     parents, places = parents.expand(rows, n), torch.arange(n, device=drawn.device)
     at, path, count = drawn.new_zeros(rows), drawn.new_full((rows, n), -1), drawn.new_zeros(rows)
@@ -195,11 +202,11 @@ def _verify_drawn(logits: Tensor, draft, how, drawn: Tensor, limits: Tensor) -> 
     (rows, n), places = draft.tokens.shape, torch.arange(draft.tokens.shape[1], device=drawn.device)
     x, q = _exact(logits[:, :n]), draft.probabilities
     q = torch.where((q > 0) & (draft.tokens >= 0).unsqueeze(2), q, 0)
-    floor, middle, reach, shift = limits[:, :n].unbind(-1)
+    floor, middle, reach, largest, mass = limits[:, :n].unsqueeze(-2).unbind(-1)  # [rows, n, 1] each
     hot = (how.temperature > 0).unsqueeze(1)
     temperature = torch.where(hot, how.temperature.unsqueeze(1), 1.0)
-    kept = (x >= floor.unsqueeze(2)) & (_distance(x, middle.unsqueeze(2)) <= reach.unsqueeze(2))
-    p = (x / temperature.unsqueeze(2) - shift.unsqueeze(2)).exp().masked_fill(~kept, 0)
+    kept = (x >= floor) & (_distance(x, middle) <= reach)
+    p = (((x - largest) / temperature.unsqueeze(2)).exp() / mass).masked_fill(~kept, 0)
     at = draft.tokens.clamp(0, x.shape[-1] - 1).unsqueeze(2)
     real = (draft.tokens >= 0) & (draft.tokens < x.shape[-1])
     steps = (how.step.unsqueeze(1) + places).flatten()

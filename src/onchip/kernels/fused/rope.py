@@ -85,6 +85,16 @@ def _store_pairs(ptr, a, b, rows, WIDTH: tl.constexpr, DIM: tl.constexpr, ROTARY
 
 
 @triton.jit
+def _angles(table_ptr, row, rows, table_stride, PAIRS: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines, [1, PAIRS], of a row of the table; NaN where it has no such row. What lies past HALF means nothing."""
+    pair = tl.arange(0, PAIRS)[None, :]
+    inside = (pair < HALF) & (row >= 0) & (row < rows)
+    angles_ptr = table_ptr + row * table_stride + pair
+    cos = tl.load(angles_ptr, mask=inside, other=float("nan")).to(tl.float32)
+    return cos, tl.load(angles_ptr + HALF, mask=inside, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
 def _qk_norm(a, b, is_query, q_weight_ptr, k_weight_ptr, eps, offset, DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
     """RMSNorm of each head by the weights of queries or of keys."""
     scale = tl.rsqrt((tl.sum(a * a, 1, keep_dims=True) + tl.sum(b * b, 1, keep_dims=True)) / DIM + eps)
@@ -168,7 +178,7 @@ def _store_scales(k_ptr, v_ptr, at, a, b, of_k, kept, GROUPS: tl.constexpr):
         _store(k_ptr, v_ptr, at + GROUPS // 2 + group, b.reshape(b.shape[0], b.shape[1]).to(tl.bfloat16), of_k, some)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
+@triton.jit(do_not_specialize=["table_rows"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_append(
     qkv_ptr,
     table_ptr,
@@ -186,6 +196,7 @@ def _rope_append(
     num_q,
     num_kv,
     page,
+    table_rows,
     token_stride,
     table_stride,
     page_stride,
@@ -223,9 +234,7 @@ def _rope_append(
         x = _load_pairs(qkv_ptr + token * token_stride + head * DIM, head < total, PAIRS, DIM, ROTARY, INTERLEAVED)
         loaded = loaded + (x,)  # noqa: RUF005 (device code)
     pair = tl.arange(0, PAIRS)[None, :]
-    angles_ptr = table_ptr + tl.load(positions_ptr + token) * table_stride + pair
-    cos = tl.load(angles_ptr, mask=pair < HALF, other=1.0).to(tl.float32)  # [1, PAIRS]
-    sin = tl.load(angles_ptr + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
+    cos, sin = _angles(table_ptr, tl.load(positions_ptr + token), table_rows, table_stride, PAIRS, HALF)
     for piece in tl.static_range(PIECES):
         x_a, x_b = loaded[piece]  # [HEADS, PAIRS]
         first = begin + piece * HEADS
@@ -282,9 +291,9 @@ def _rope_append(
                         _store_scales(k_zero_ptr, v_zero_ptr, places, a_zero, b_zero, turned, kept, GROUPS)
 
 
-@triton.jit
-def _rotary(q_ptr, k_ptr, q_out_ptr, k_out_ptr, table_ptr, positions_ptr, num_q, num_kv, length, q_strides, k_strides, table_stride, position_strides,
-            BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+@triton.jit(do_not_specialize=["table_rows"])
+def _rotary(q_ptr, k_ptr, q_out_ptr, k_out_ptr, table_ptr, positions_ptr, num_q, num_kv, length, table_rows, q_strides, k_strides, table_stride,
+            position_strides, BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
             ALIGNED: tl.constexpr):  # fmt: skip
     """HEADS heads of one token of q or k [batch, len, heads, DIM] to memory that is contiguous. BACK: by minus the angle. ALIGNED: q and k to 16 bytes."""
     HALF: tl.constexpr = ROTARY // 2
@@ -305,9 +314,7 @@ def _rotary(q_ptr, k_ptr, q_out_ptr, k_out_ptr, table_ptr, positions_ptr, num_q,
         row = position
     else:
         row = tl.load(positions_ptr + sample * position_strides[0] + position * position_strides[1]).to(tl.int64)
-    angles_ptr = table_ptr + row * table_stride + pair
-    cos = tl.load(angles_ptr, mask=pair < HALF, other=1.0).to(tl.float32)  # [1, PAIRS]
-    sin = tl.load(angles_ptr + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
+    cos, sin = _angles(table_ptr, row, table_rows, table_stride, PAIRS, HALF)
     if BACK:
         sin = -sin
     a, b = x_a.to(tl.float32), x_b.to(tl.float32)
@@ -331,7 +338,7 @@ def launch_rotary(
     places = (0, 0) if positions is None else positions.stride()
     if p.tokens:
         _rotary[(p.tokens * tiles,)](
-            q, k, *turned, table, positions, p.heads, p.kv_heads, q.shape[1], q.stride()[:3], k.stride()[:3], table.stride(0), places,
+            q, k, *turned, table, positions, p.heads, p.kv_heads, q.shape[1], len(table), q.stride()[:3], k.stride()[:3], table.stride(0), places,
             BACK=back, INTERLEAVED=p.layout == "interleaved", ROTARY=p.rotary_dim, DIM=p.dim, PAIRS=pairs(p), HEADS=config.heads,
             ALIGNED=all(x.data_ptr() % 16 == 0 for x in (q, k)), num_warps=config.warps,
         )  # fmt: skip
@@ -391,6 +398,7 @@ def launch(
         problem.heads,
         problem.kv_heads,
         to.page,
+        len(table),
         qkv.stride(0),
         table.stride(0),
         *to.strides,

@@ -3,8 +3,8 @@
 Without probabilities the target has drawn a token at each place (`sample`); the walk goes from the root to the child that holds the token drawn there,
 until there is none: any tree is verified exactly, and a chain is a tree. Bytes: the draft's tokens and parents.
 
-With a chain's probabilities q (Leviathan et al., 2023) token i is accepted where u q < p, p = exp(x / temperature - shift) of the entries that
-`sample` keeps, and the first that is not accepted is replaced by argmax log max(p - q, 0) + gumbel. A row's programs each find out what is accepted and
+With a chain's probabilities q (Leviathan et al., 2023) token i is accepted where u q < p, p = exp((x - largest) / temperature) / mass of the entries
+that `sample` keeps, and the first that is not accepted is replaced by argmax log max(p - q, 0) + gumbel. A row's programs each find out what is accepted and
 look through a piece of that row; the last one is told what the others found (`meeting.py`). Bytes: at most one row of logits and one of q.
 """
 
@@ -51,9 +51,11 @@ def _walk(tokens_ptr, parents_ptr, drawn_ptr, count_ptr, path_ptr, token_ptr, nu
 def _probability(x, temperature, limits_ptr, inside):
     """The target's probabilities of logits x, under limits for each or for all."""
     floor, middle = tl.load(limits_ptr, mask=inside, other=0.0), tl.load(limits_ptr + 1, mask=inside, other=0.0)
-    reach, shift = tl.load(limits_ptr + 2, mask=inside, other=0.0), tl.load(limits_ptr + 3, mask=inside, other=0.0)
+    reach, largest = tl.load(limits_ptr + 2, mask=inside, other=0.0), tl.load(limits_ptr + 3, mask=inside, other=0.0)
+    mass = tl.load(limits_ptr + 4, mask=inside, other=1.0)
     distance = tl.where(x == middle, 0.0, tl.abs(x - middle))
-    return tl.where((x >= floor) & (distance <= reach), tl.exp(tl.div_rn(x, temperature + tl.zeros_like(x)) - shift), 0.0)
+    p = tl.div_rn(tl.exp(tl.div_rn(x - largest, temperature + tl.zeros_like(x))), mass + tl.zeros_like(x))
+    return tl.where((x >= floor) & (distance <= reach), p, 0.0)
 
 
 @triton.jit
@@ -73,7 +75,7 @@ def _verify_chain(
     if temperature > 0:
         x = tl.load(logits_ptr + row * row_stride + place.to(tl.int64) * place_stride + tokens, mask=real, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
-        limit_ptr = limits_ptr + (row * (num + 1) + place) * 4
+        limit_ptr = limits_ptr + (row * (num + 1) + place) * 5
         q = tl.load(q_ptr + (row * num + place) * vocab + tokens, mask=real, other=0.0)
         p = _probability(x, temperature, limit_ptr, inside)
         at = step + place
@@ -84,7 +86,7 @@ def _verify_chain(
     token = tl.load(drawn_ptr + row * (num + 1) + count)
     if (temperature > 0) & (count < num):
         row_ptr = logits_ptr + row * row_stride + count.to(tl.int64) * place_stride
-        limit_ptr = limits_ptr + (row * (num + 1) + count) * 4
+        limit_ptr = limits_ptr + (row * (num + 1) + count) * 5
         q_row = q_ptr + (row * num + count) * vocab
         given = tl.load(tokens_ptr + row * num + count) >= 0  # else the draft ends here, and q means nothing
         span = tl.cdiv(tl.cdiv(vocab, BLOCK), pieces) * BLOCK
@@ -128,7 +130,7 @@ def _rest(row_ptr, q_ptr, limits_ptr, given, temperature, seed, step, begin, end
 
 
 def launch(problem: Rows, config: None, logits: torch.Tensor, draft, how, drawn: torch.Tensor, limits: torch.Tensor | None):
-    """Count [rows], path [rows, n] and token [rows], int64; logits [rows, n + 1, vocab], drawn [rows, n + 1], limits [rows (n + 1), 4] or None."""
+    """Count [rows], path [rows, n] and token [rows], int64; logits [rows, n + 1, vocab], drawn [rows, n + 1], limits [rows (n + 1), 5] or None."""
     tokens, q, parents = draft
     rows, num = tokens.shape
     count, token = (torch.empty(rows, dtype=torch.int64, device=tokens.device) for _ in range(2))

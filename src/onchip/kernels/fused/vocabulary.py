@@ -59,6 +59,12 @@ def weight(x, largest, inverse):
 
 
 @triton.jit
+def less(x, largest, inverse):
+    """(x - largest) / temperature, so that noise counts however large logits are; infinite where they are."""
+    return (x - tl.minimum(tl.maximum(largest, -3.4028234e38), 3.4028234e38)) * inverse
+
+
+@triton.jit
 def gumbel(seed, step, counter, STREAM: tl.constexpr):
     """The noise of the four entries from 4 `counter` on: the last axis of `counter` grows fourfold."""
     a, b, c, d = tl.philox(seed, counter, step.to(tl.int32), (step >> 32).to(tl.int32), STREAM)
@@ -219,7 +225,7 @@ def _survey(
             drawn = drawn & (tl.load(typical_ptr + who) >= 1)
         score = x
         if hot:
-            score = x * inverse
+            score = less(x, largest, inverse)  # of this slice: the kernel that follows knows the row's
             if drawn:
                 score += gumbel(tl.load(seed_ptr + who), step_of(step_ptr, row, step_places), _counters(part * SLICE, SLICE), 0)
         best = tl.max(score)
