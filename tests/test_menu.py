@@ -225,7 +225,7 @@ def test_numbers_in_e4m3_are_of_dense_calls(op, keys):
     p = TYPICAL[op]._replace(dtype=E4M3, **keys)
     for kernel in OPS[op].kernels:
         assert kernel.refuses(p, H200) and kernel.refuses(p, CPU), kernel.name
-    with pytest.raises(Unsupported, match=f"{op}: no kernel takes {op} .*: pa(ck|g)ed calls take no numbers in e4m3; give them to a dense call as Quantised"):
+    with pytest.raises(Unsupported, match=r"reference: pa(ck|g)ed calls take no numbers in e4m3; give them to a dense call as Quantised"):
         select(p, H200)
 
 

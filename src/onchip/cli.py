@@ -260,7 +260,7 @@ def attention(
 
     from onchip.core import device as devices
     from onchip.core.problem import SHORT, Attention
-    from onchip.dispatch import select
+    from onchip.dispatch import OPS, select
 
     dtypes = {name: dtype for dtype, name in SHORT.items()}
     if dtype not in dtypes:
@@ -276,8 +276,10 @@ def attention(
     problem = Attention("prefill", batch, len_, keys, heads, kv_heads, dim, dtypes[dtype], mask)
     if page is not None:
         problem = problem._replace(op="decode", keys="paged", page=page)
-    here = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    decision = select(problem, devices.gpu(gpu) if gpu else here, kernel)
+    device = devices.gpu(gpu) if gpu else torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if reasons := OPS[problem.op].kernels[-1].refuses(problem, devices.gpu("H200")):  # which takes, on any device, whatever there is
+        raise onchip.Unsupported(f"{problem.op}: no kernel takes {problem}: {'; '.join(reasons)}")
+    decision = select(problem, device, kernel)
     console.print(_plain(str(decision)), highlight=False, soft_wrap=True)
 
 

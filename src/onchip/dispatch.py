@@ -75,8 +75,8 @@ class Decision:
 def select(problem: Problem, device: torch.device | Device, kernel: str = "auto") -> Decision:
     """The Decision for `problem`: the first kernel of the menu that neither refuses it nor knows of a better one, or the one named.
 
-    Raises `Unsupported` with every reason when the named kernel refuses, or when `ONCHIP_STRICT` is set and only a portable kernel is left
-    on a GPU; with those of the menu's last kernel when none is left. A second call with an equal problem is one dictionary look-up.
+    Raises `Unsupported` with every reason when the named kernel refuses, when none is left, or when `ONCHIP_STRICT` is
+    set and only a portable kernel is left on a GPU. A second call with an equal problem is one dictionary look-up.
     """
     if not isinstance(kernel, str):
         raise TypeError(f"{problem.op}: kernel is {kernel!r:.60}; give the name of one, or 'auto'")
@@ -108,7 +108,7 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str, left: 
                 )
             return Decision(problem, facts, candidate, tuple(refused), index)
         refused.append((candidate.name, tuple(reasons)))
-    raise Unsupported(f"{op.name}: no kernel takes {problem}: {'; '.join(refused[-1][1])}")  # the menu's last one takes anything that there is
+    raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {sentences(refused)}")
 
 
 @functools.lru_cache(maxsize=1 << 14)
