@@ -149,14 +149,13 @@ def test_no_prompt(generate):
     refused(generate(), "no prompt; give one as an argument, or a file with --prompt-file")
 
 
-@pytest.mark.parametrize("prompt", ["", "  "])
-def test_an_empty_prompt(generate, prompt):
-    refused(generate(prompt), "prompt 0 is empty; give at least one word")
+def test_an_empty_prompt(generate):
+    refused(generate(""), "prompt 0 is empty; give at least one character")
 
 
 def test_an_empty_prompt_without_a_tokenizer(generate, tmp_path):
     bare = tiny.save(tmp_path, tokenizer=False, weights=False)
-    refused(generate(" ", "--model", bare, "--dummy-weights"), "prompt 0 is empty")
+    refused(generate("", "--model", bare, "--dummy-weights"), "prompt 0 is empty")
 
 
 def test_a_prompt_longer_than_the_context(generate):
@@ -166,11 +165,11 @@ def test_a_prompt_longer_than_the_context(generate):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--temperature", -1, "temperature is -1.0; give 0 (always the likeliest token), or 1e-5 to 1e5"),
+        ("--temperature", -1, "temperature is -1.0; give 0 (always the likeliest token) to 1e5"),
         ("--top-k", -1, "top_k is -1"),
         ("--top-p", 0, "top_p is 0.0"),
         ("--min-p", 1.5, "min_p is 1.5"),
-        ("--max-tokens", 0, "max_tokens is 0; give 1 to 2147483647"),
+        ("--max-tokens", 0, "max_tokens is 0; give 1 or more"),
         ("--seed", 2**70, "seed is"),
         ("--stop", "", "stop is"),
         ("--dtype", "int4", "dtype 'int4' is not one of bf16, fp16, fp32"),
