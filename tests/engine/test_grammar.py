@@ -1,6 +1,7 @@
 """Grammars as masks: whatever is drawn from what they allow has the asked form, and nothing else is read."""
 
 import json
+import os
 import math
 import random
 import re
@@ -188,7 +189,8 @@ for body, count in (("{}", 4_600), ("(" * 27 + "{}" + ")" * 27, 950)):
 
 def test_a_long_chain_of_rules_does_not_end_the_process():
     """llguidance goes down it by recursion; what it has read is used on any thread."""
-    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=300)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, (done.returncode, done.stderr[-500:])
 
 
