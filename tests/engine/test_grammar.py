@@ -1,8 +1,8 @@
 """Grammars as masks: whatever is drawn from what they allow has the asked form, and nothing else is read."""
 
 import json
-import os
 import math
+import os
 import random
 import re
 import subprocess
