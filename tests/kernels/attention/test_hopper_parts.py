@@ -229,6 +229,7 @@ def test_few_queries_over_many_keys_fill_the_gpu(p):
         PAGED._replace(extras=("batch_invariant",)),
         PAGED._replace(len_k=1900),
         PAGED._replace(mask=Window(500)),
+        PAGED._replace(len_q=300),
         PAGED._replace(len_q=600),
         PAGED._replace(batch=300, tokens=300),
         LONG._replace(len_k=2048, mask=Full()),  # two parts would be done in 0.92 of the time: less than a tenth is gained
