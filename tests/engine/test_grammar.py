@@ -147,10 +147,13 @@ def test_a_grammar_that_cannot_be_read_says_why(vocabulary, grammar, words):
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        (("json", json.dumps({"properties": {"a": {"multipleOf": 4000037}}})), "least common multiple of more than 10000"),
+        (("json", json.dumps({"properties": {"a": {"multipleOf": 4000037}}})), "least common multiple of more than 100000"),
         (("json", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 0.0101}]}'), "least common multiple"),  # 101 ten-thousandths
         (("json", '{"\\u006dultipleOf": 4000037}'), "least common multiple"),
-        (("lark", 'start: %json {"multipleOf": 1e9}'), "least common multiple"),
+        (("lark", 'start: %json {"multipleOf": 4000037}'), "least common multiple"),
+        (("json", '{"multipleOf": 4000037, "$defs": {"a": {"multipleOf": 1e-2000000}}}'), "least common multiple"),
+        (("json", '{"multipleOf": 1e1000000}'), "out of range"),
+        (("json", '{"maximum": 1e9999999999999999999}'), "out of range"),
         (("regex", "a?" * 10_000), "too big"),
         (("lark", "start: A\nA: " + "/a/+ " * 1_001), "has 1002 terminals and signs"),
         (("lark", "start: A\nA: /a/" + " & /a/" * 1_001), "has 1002 terminals and signs"),
@@ -169,6 +172,10 @@ def test_a_grammar_of_some_size_is_taken(vocabulary):
     prices = {f"price {i}": {"type": "number", "multipleOf": 0.01 if i % 2 else 5} for i in range(40)}
     for schema in ({"enum": [f"value number {i}" for i in range(1000)]}, {"type": "object", "properties": prices}):
         assert allowed(vocabulary.matcher(Grammar("json", json.dumps(schema))))
+    for multiple in (86400, 10**9):
+        assert allowed(vocabulary.matcher(Grammar("json", json.dumps({"type": "integer", "multipleOf": multiple}))))
+    fields = {"type": "object", "properties": {f"f{i}": {"type": "string"} for i in range(1001)}}
+    assert allowed(vocabulary.matcher(Grammar("lark", f"start: %json {json.dumps(fields)}")))
     assert allowed(vocabulary.matcher(Grammar.of_choices(["*+?~{" * 300, "//"])))  # nothing of these is repeated
 
 

@@ -14,6 +14,7 @@ from onchip.engine import padded
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.warm import rounds, run, sketched
+from onchip.kernels.attention import key_parts
 from onchip.kernels.compiling import compilations, withheld
 from onchip.ops import checks, fused
 
@@ -58,6 +59,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(jit.JITFunction, "_do_compile", lambda *asked: object())
     monkeypatch.setattr(checks, "check_pages", lambda *given: None)  # nobody reads lengths of a GPU, and where launches are withheld they may be any,
     monkeypatch.setattr(fused, "ends", lambda places: None)  # nor places
+    monkeypatch.setattr(key_parts, "LEAST", 64)  # so that in a short context keys go in parts, too
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight)))  # nor numbers: a CPU's in bf16 take 20 s
     dispatch.forget()

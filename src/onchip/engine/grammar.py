@@ -32,7 +32,7 @@ LONGEST = 1 << 16  # characters; one of 400,000 keeps a thread for 0.8 s
 STACK = 256 << 20
 # What no limit of llguidance bounds: of 5,000 terminals, or of as many repetitions, one in another, it reads for half a minute, of 1,000 for 0.2 s; and for a
 # multipleOf of 4,000,037 it made 1.9 GB of states in 44 s
-MOST_REPEATS, MOST_MULTIPLE = 1_000, 10_000
+MOST_REPEATS, MOST_MULTIPLE = 1_000, 100_000
 
 # Of llguidance's 1,000,000, 50,000, 200,000 and 250,000: with these the worst of ten hostile grammars takes 13 ms for its first masks (AMD Zen 5, 49,152
 # tokens), before 1.2 s, and `a?` ten thousand times is refused; a choice of 1,500 words, an enum of 3,000 and a schema of 200 fields go through.
@@ -227,30 +227,34 @@ _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/'
 
 def _check_size(grammar: Grammar) -> None:
     """Raises GrammarError for what would take seconds, or gigabytes, to be read."""
-    if grammar.kind == "lark" and (count := len(re.findall(r"[*+?~{[&]|[A-Z][A-Z0-9_]*(?:\.\d+)?\s*:", _QUOTED.sub("", grammar.text)))) > MOST_REPEATS:
+    multiples, rest = _schemas(grammar)
+    if grammar.kind == "lark" and (count := len(re.findall(r"[*+?~{[&]|[A-Z][A-Z0-9_]*(?:\.\d+)?\s*:", _QUOTED.sub("", rest)))) > MOST_REPEATS:
         raise GrammarError(f"the lark grammar has {count} terminals and signs *, +, ?, ~, {{}}, [] and &; {MOST_REPEATS} are the most: give a smaller one")
-    if math.lcm(*_multiples(grammar)) > MOST_MULTIPLE:
+    if math.lcm(*multiples) > MOST_MULTIPLE:
         raise GrammarError(
-            f"all multipleOf of the {grammar.kind} grammar have a least common multiple of more than {MOST_MULTIPLE}; give smaller or fewer ones"
+            f"all multipleOf of the {grammar.kind} grammar, without zeros at the end, have a least common multiple of more than {MOST_MULTIPLE}; "
+            "give smaller or fewer ones"
         )
 
 
-def _multiples(grammar: Grammar) -> list[int]:
-    """Each `multipleOf` of a schema, or of those inside of a Lark text, by its digits: remainders of 0.25 are those of 25."""
+def _schemas(grammar: Grammar) -> tuple[list[int], str]:
+    """The digits of each `multipleOf` of a schema, or of those in a Lark text: remainders of 0.25 and 2500 are those of 25; and the text around schemas."""
     found: list[int] = []
 
     def collect(pairs: list[tuple[str, object]]) -> None:
         for name, value in pairs:
             if name == "multipleOf" and isinstance(value, Decimal) and value > 0:
-                _, digits, exponent = value.normalize().as_tuple()
-                found.append(int("".join(map(str, digits))) * 10 ** max(0, min(exponent, 9)))
+                found.append(int("".join(map(str, value.as_tuple().digits)).strip("0")))
 
     read = json.JSONDecoder(object_pairs_hook=collect, parse_float=Decimal, parse_int=Decimal).raw_decode
-    starts = [0] if grammar.kind == "json" else [match.end() for match in re.finditer(r"%json\s*", grammar.text)] if grammar.kind == "lark" else []
+    text, rest, end = grammar.text.lstrip(), [], 0
+    starts = [0] if grammar.kind == "json" else [match.end() for match in re.finditer(r"%json\s*", text)] if grammar.kind == "lark" else []
     for start in starts:
-        with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong; it takes 128 levels, fewer than Python
-            read(grammar.text.lstrip() if not start else grammar.text, start)
-    return found
+        with contextlib.suppress(ValueError, RecursionError, ArithmeticError):  # llguidance says what is wrong; it takes 128 levels, fewer than Python
+            rest.append(text[end:start])
+            end = start
+            _, end = read(text, start)
+    return found, "".join([*rest, text[end:]])
 
 
 def _source(grammar: Grammar) -> str:

@@ -73,7 +73,7 @@ def test_prefill(case, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("returns", [True, False], ids=["LSE", "output alone"])
-@pytest.mark.parametrize(("group", "pack", "dim"), [(1, 1, 64), (3, 4, 40), (4, 4, 128), (2, 1, 256)])
+@pytest.mark.parametrize(("group", "pack", "dim"), [(1, 1, 64), (3, 4, 40), (4, 4, 128), (2, 1, 256), (1, 1, 8)])
 def test_units_of_a_list(group, pack, dim, returns, device):
     """Tiles of one, two and five parts, of sequences that end within a tile; what no part has written may be anything, and other rows stay."""
     p = Attention("decode", 2, 70, 8192, 2 * group, 2, dim, BF16, Causal(), "paged", 16, tokens=110)

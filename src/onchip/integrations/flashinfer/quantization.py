@@ -19,7 +19,7 @@ def check_mask(name: str, mask: Tensor, lengths_q: list[int], lengths_k: list[in
     sizes = list(zip(lengths_q, lengths_k, strict=True))
     count = sum(len_q * len_k for len_q, len_k in sizes)
     whole = isinstance(mask, Tensor) and not mask.is_floating_point() and mask.numel() == count
-    if not whole or (mask.ndim > 1 and any(mask.shape[-2:] != pair for pair in sizes)):
+    if not whole or (max(mask.shape, default=0) < count and any(mask.shape[-2:] != pair for pair in sizes)):  # or it is flat
         given = f"custom_mask is {kind_of(mask)} for {lengths_q} queries over {lengths_k} keys"
         raise ValueError(f"{name}: {given}; give bool [len_q, len_k] of each sequence, flat and end to end: {count} elements")
 

@@ -582,12 +582,4 @@ def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: 
     if x.beside is not None:  # whole tiles, for a few multiprocessors beside another launch
         groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
         tiles = tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)), parts=1)
-    x = x._replace(k_used=cache.lengths)
-    if tiles.parts or x.q_offsets is not None:
-        return launch(p, tiles, q, cache.k, cache.v, x, return_lse, cache.page_table)
-    # a list says in how many parts keys are, as of queries end to end
-    offsets = torch.arange(0, p.batch * p.len_q + 1, p.len_q, dtype=torch.int32, device=q.device)
-    p, x, shape = p._replace(tokens=p.batch * p.len_q), x._replace(q_offsets=offsets), (p.batch, p.len_q)
-    out, lse = launch(p, tiles, q.flatten(0, 1), cache.k, cache.v, x, True, cache.page_table)
-    out = out.unflatten(0, shape)
-    return (out, lse.unflatten(1, shape).transpose(0, 1).contiguous()) if return_lse else out
+    return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)

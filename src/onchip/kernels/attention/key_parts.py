@@ -43,7 +43,7 @@ def _join(part_ptr, part_lse_ptr, o_ptr, lse_ptr, count, rows, len_q, heads, DV:
         tl.store(lse_ptr + row, top + tl.math.log2(total) * LN2, mask=near)
 
 
-@triton.jit(do_not_specialize=["heads", "group", "tokens"])
+@triton.jit(do_not_specialize=["heads", "group", "tokens"], do_not_specialize_on_alignment=["q_offsets", "q_used"])
 def _join_units(part_ptr, part_lse_ptr, o_ptr, lse_ptr, units_ptr, q_offsets, q_used, heads, group, tokens, M: tl.constexpr, PACK: tl.constexpr,
                 DV: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """ROWS rows of a tile of queries, of one of the `heads` that a tile has, if the unit is the first of several parts; else nothing is to be done."""
@@ -101,12 +101,10 @@ def parts_allowed(p: Attention, m: int, n: int) -> tuple[int, ...]:
 
 
 def parts_by_lengths(p: Attention, m: int, n: int, heads: int, programs: int) -> bool:
-    """Whether the device is to say in how many parts each tile's keys are dealt out: of keys in pages, where at most half of the programs may have a tile of
-    `m` queries of one of the `heads`, which may see enough keys for two parts."""
-    if p.keys != "paged" or _together(p):
-        return False
-    tiles = triton.cdiv(p.tokens, m) if p.tokens else p.batch * triton.cdiv(p.len_q, m)
-    return 2 * tiles * heads <= programs and max(key_tiles(p, m, n)) * n >= 2 * LEAST
+    """Whether the list of a packed batch's tiles is to say in how many parts each one's keys are dealt out: of keys in pages, where its tokens make tiles of
+    `m` queries of `heads` for at most half of the programs (of many short sequences there may be more), which may see enough keys for two parts."""
+    few = p.keys == "paged" and p.tokens > 0 and not _together(p) and 2 * triton.cdiv(p.tokens, m) * heads <= programs
+    return few and max(key_tiles(p, m, n)) * n >= 2 * LEAST
 
 
 def _together(p: Attention) -> bool:
@@ -142,7 +140,8 @@ def join_units(p: Attention, units, listed, x: Operands, pack: int, out, lse) ->
     """Into `out` and `lse` (or None), as `tile.outputs` makes them, of a packed batch the parts of `units` that lie in the first places of a list."""
     parts, part_lse = units
     heads, block, early = p.kv_heads if pack > 1 else p.heads, triton.next_power_of_2(p.value_dim), starts_early(out)
-    m, rows = len(parts) // (heads * len(listed)), max(1, JOINED // (2 * AT_ONCE.value * block))  # more spill
+    m = len(parts) // (heads * len(listed))
+    rows = min(m, max(1, JOINED // (2 * AT_ONCE.value * block)))  # half as many numbers at once: more spill
     _join_units[(heads * len(listed) * (m // rows),)](
         parts, part_lse, out, lse, listed, x.q_offsets, x.q_used, heads, p.group, p.tokens,
         M=m, PACK=pack, DV=p.value_dim, BLOCK=block, PLACES=MOST_PARTS, ROWS=rows, EARLY=early,
