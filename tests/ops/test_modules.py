@@ -63,6 +63,9 @@ def test_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         ys = [gated(x), plain(x)]
         total = dropped(x, X)
+        for wrong in (lambda: onchip.activate(x, "relu", bias=torch.ones(16) > 0), lambda: onchip.dropout_add(x, x.long(), onchip.Dropout(0.5))):
+            with pytest.raises(ValueError, match=r"(bias|residual) is torch"):
+                wrong()
     assert all(y.dtype == torch.bfloat16 for y in ys) and total.dtype == torch.float32
     dropped_out, kept = (torch.isclose(total, X + k * x.float()) for k in (0, 2))
     assert (dropped_out | kept).all() and dropped_out.any() and kept.any()

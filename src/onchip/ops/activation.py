@@ -70,7 +70,7 @@ def _check_input(name: str, x: Tensor, bias: Tensor | None) -> Tensor | None:
     check_tensors(name, x=x, bias=bias)
     if not x.ndim:
         raise ValueError(f"{name}: x is []; give [..., width]")
-    if bias is not None and bias.dtype != x.dtype and as_autocast(x):
+    if bias is not None and bias.dtype != x.dtype and as_autocast(x, bias):
         bias = bias.to(x.dtype)
     if bias is not None and (bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
         raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)}; give {x.dtype} [{x.shape[-1]}], as wide as x")

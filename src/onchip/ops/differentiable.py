@@ -29,15 +29,15 @@ class Rule(NamedTuple):
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in autocast's dtype where it is on for the first one's device and that holds floats; doubles stay, as torch leaves them."""
     first = tensors[0]
-    if not as_autocast(first) or not first.is_floating_point() or first.dtype == torch.float64:
+    if not as_autocast(first, first) or first.dtype == torch.float64:
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(t if t is None else t.to(dtype) for t in tensors)
 
 
-def as_autocast(x: Tensor) -> bool:
-    """Whether autocast is on where x is: what goes beside it may then be of another dtype, for layers before have cast it."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+def as_autocast(x: Tensor, beside: Tensor) -> bool:
+    """Whether autocast is on where x is, and both are floats: what goes beside it may then be of another dtype, for layers before have cast it."""
+    return x.is_floating_point() and beside.is_floating_point() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule) -> Callable:

@@ -41,7 +41,7 @@ def rope_append(
     """Rotate the queries and keys of packed `qkv` in place (Su et al., 2021), and write keys and values to the cache.
 
     heads    (heads, kv_heads).        table   `rope_table(...)`: cosines of the first half of its columns, then sines.
-    Positions that are no row of the table are refused on a CPU, and give NaN on a GPU.
+    Positions that are no row of the table are refused on a CPU, and give NaN by the kernels of a GPU.
     layout   "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
     append   a cache to write to. A quantised one gets the codes of the keys (rotated, in qkv's dtype) and of the values.
     Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous. It has no gradient, and says so.

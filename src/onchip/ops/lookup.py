@@ -52,7 +52,7 @@ def dropout_add(
     if not isinstance(dropout, Dropout):
         raise TypeError(f"dropout_add: dropout is {dropout!r:.60}; give Dropout(p)")
     philox.check("dropout_add", *dropout)
-    if residual is not None and residual.dtype != x.dtype and as_autocast(x):
+    if residual is not None and residual.dtype != x.dtype and as_autocast(x, residual):
         wide = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wide), residual.to(wide)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):

@@ -50,7 +50,7 @@ def rotary(
     table      `models.rope.rope_table(...)`: cosines of the first half of its columns, then sines; scaled or not. What has several positions a token
                (pictures, films, Qwen2-VL's sections) has a row of its own for each, see `models.rope.rope_rows`.
     positions  the row of the table for each token, in [0, positions); None: 0, 1, 2, ... along len or the tokens. Others are refused on a CPU; on a GPU,
-               where to look would be to wait, what they rotate is NaN.
+               where to look would be to wait, what they rotate is NaN (by its kernels: plain torch, as of float64, ends in an assertion).
     norm       RMSNorm of each head before the rotation, by `rms_norm`, a pass of its own; `rope_append` has both in one, in place, without a gradient.
     layout     "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
     Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table.

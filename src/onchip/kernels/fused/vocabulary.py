@@ -251,7 +251,8 @@ class Survey(NamedTuple):
     """What a survey found, room for a list of groups, and how the kernel that follows goes over them.
 
     maxima   [rows, groups] in the logits' dtype.        list   int32 [rows, groups].
-    slices   float32 [rows, slices, 4]: the largest logit, the sum of weights (of temperatures above 0), the largest score, and its index.
+    slices   float32 [rows, slices, 4]: the largest logit, the sum of weights (of temperatures above 0), the largest score
+             (of a hot row, less its largest logit) and its index.
     tiles    its constants, and that it may begin before the survey has ended.
     """
 
