@@ -105,7 +105,7 @@ def test_slots():
         host.take(2)
     host.free([0])
     assert host.take(2) == [0, 2] and host.num_free == 0 and host.num_slots == 3
-    with pytest.raises(ValueError, match="HostPool: 0 slots; give a whole number, 1 or more"):
+    with pytest.raises(ValueError, match="HostPool: slots is 0; give a whole number, 1 or more"):
         HostPool(pool(torch.device("cpu")), 0)
 
 
@@ -120,7 +120,7 @@ def test_slots_that_nobody_took():
         (lambda: host.load([-1], [0]), "HostPool.load: slot -1 is not taken"),
         (lambda: host.load([0], [0, 1]), r"HostPool.load: pages \[0, 1\] and slots \[0\]; give a slot for each page, of pages 0 to 11"),
         (lambda: host.store([0, PAGES], [0, 1]), "HostPool.store: pages .* of pages 0 to 11"),
-        (lambda: host.take(-1), "HostPool.take: -1 slots; give a whole number, 0 or more"),
+        (lambda: host.take(-1), "HostPool.take: slots is -1; give a whole number, 0 or more"),
     ):
         with pytest.raises(ValueError, match=match):
             call()

@@ -14,17 +14,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_count
 from onchip.core.formats import Codes, Format
 from onchip.core.parts import is_whole
 
 
 class OutOfPages(RuntimeError):
     """The pool has too few free pages; nothing was taken and nothing was lost."""
-
-
-def check_count(name: str, count: int, what: str, least: int = 0) -> None:
-    if not is_whole(count) or count < least:
-        raise ValueError(f"{name}: {count!r} {what}; give a whole number, {least} or more")
 
 
 @dataclass
@@ -125,7 +121,7 @@ class PagePool:
 
     def missing(self, sequence: PageList, tokens: int) -> int:
         """Pages that `reserve` of the same arguments takes."""
-        check_count("reserve", tokens, "tokens")
+        check_count("reserve", 0, tokens=tokens)
         return max(0, self.pages_for(tokens) - len(sequence.pages)) + len(self._copies(sequence, tokens))
 
     def reserve(self, sequence: PageList, tokens: int) -> None:
@@ -144,7 +140,7 @@ class PagePool:
 
     def take(self, count: int, what: str = "they") -> list[int]:
         """`count` free pages, each held once from now on. Raises OutOfPages, in which `what` needs them, and then changes nothing."""
-        check_count("take", count, "pages")
+        check_count("take", 0, pages=count)
         if count > len(self._free):
             raise OutOfPages(
                 f"{what} need {count} more pages of {self.page} tokens and {len(self._free)} of {self.num_pages} are free; "
@@ -195,7 +191,7 @@ class PagePool:
 
     def append(self, sequence: PageList, tokens: int) -> Tensor:
         """Room for `tokens` more: their slots (`page index * page size + offset`), int64 [tokens] on the CPU. Raises OutOfPages, and then changes nothing."""
-        check_count("append", tokens, "tokens")
+        check_count("append", 0, tokens=tokens)
         self.reserve(sequence, sequence.length + tokens)
         positions = torch.arange(sequence.length, sequence.length + tokens, device="cpu")
         sequence.length += tokens

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from onchip.cache.paged import OutOfPages, PagePool, check_count
+from onchip.cache.paged import OutOfPages, PagePool
+from onchip.core.arguments import check_count
 
 # Bytes gathered for one transfer: 1 ms of a PCIe 5 link. torch keeps them until it is over, so a large batch takes its size in device memory.
 STAGING = 64 << 20
@@ -23,7 +24,7 @@ class HostPool:
     """`slots` pages of `pool`'s kind in host memory, pinned where the pool is on a GPU (torch rounds pinned memory up to a power of two of bytes)."""
 
     def __init__(self, pool: PagePool, slots: int):
-        check_count("HostPool", slots, "slots", 1)
+        check_count("HostPool", 1, slots=slots)
         self.num_slots = slots
         self._device = tuple(_words(tensor) for tensor in pool.storage)  # [layers, pages, ...]
         on_gpu = self._device[0].is_cuda
@@ -39,7 +40,7 @@ class HostPool:
 
     def take(self, count: int) -> list[int]:
         """`count` free slots. Raises OutOfPages, and then takes none."""
-        check_count("HostPool.take", count, "slots")
+        check_count("HostPool.take", 0, slots=count)
         if count > len(self._free):
             raise OutOfPages(
                 f"{count} pages are to go to host memory and {len(self._free)} of {self.num_slots} slots are free; free some, or give it more slots"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.formats import Codes, check_channels
+from onchip.core.once import ends, once
 from onchip.core.problem import E4M3
 from onchip.core.scales import Quantised, Scales
 from onchip.core.trace import readable
@@ -200,11 +201,12 @@ def check_pages(name: str, q: Tensor, cache: PagedKV, batch: int) -> None:
 
 def check_named(name: str, table: Tensor, lengths: Tensor, page: int, pages: int) -> None:
     """Whether the pages of a table that lengths reach are pages of the cache; looked at on a CPU alone."""
-    if not readable(table) or not readable(lengths):
-        return
-    named = table[torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]]
-    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < pages:
-        raise ValueError(f"{name}: page_table has pages {int(named.min())} to {int(named.max())}; the cache has 0 to {pages - 1}")
+
+    def named() -> tuple[int, int] | None:
+        return ends(table[torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]])
+
+    if readable(table) and readable(lengths) and (found := once(("named", page), [table, lengths], named)) and not 0 <= found[0] <= found[1] < pages:
+        raise ValueError(f"{name}: page_table has pages {found[0]} to {found[1]}; the cache has 0 to {pages - 1}")
 
 
 def pair_of(what: str, given) -> tuple:

@@ -13,7 +13,7 @@ from onchip.kernels.attention.tile import ends, key_span, remembered, sequence
 
 FIELDS = tl.constexpr(8)  # of a tile in a list by length: a sector of memory
 PART, PARTS = tl.constexpr(1 << 20), tl.constexpr(1 << 25)  # in a list: tile + PART part + PARTS (parts - 1), of up to 32 parts
-GRAIN = tl.constexpr(128)
+GRAIN = tl.constexpr(128)  # keys of which a part has so many times as many, but for a tile's last ones
 MOST_PARTS, LEAST = 16, 1024  # of a tile's keys, and keys of a part
 DEALT = 128  # of which the largest may be in parts
 LISTED = 64  # tiles of a packed batch that a program sorts, each against as many at once
@@ -155,15 +155,13 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True
         "tokens": block,
         "LAST_FIRST": by_work and not of_keys,
         "BY_LENGTH": not by_work,
-        "deal": deal,
     }
-    what, device, changing = ("tiles", bound, most, *how.values()), x.q_offsets.device, p.page > 0
-    return asked(lambda *lengths: remembered(what, lengths, device, lambda: _sequence_tiles(lengths, bound, most, how), changing), *lengths)
+    what, device, changing = ("tiles", bound, most, deal, *how.values()), x.q_offsets.device, p.page > 0
+    return asked(lambda *lengths: remembered(what, lengths, device, lambda: _sequence_tiles(lengths, bound, most, deal, how), changing), *lengths)
 
 
-def _sequence_tiles(lengths, bound: int, most: int, how: dict):
-    offsets, deal = lengths[0], how["deal"]
-    how = {name: value for name, value in how.items() if name != "deal"}
+def _sequence_tiles(lengths, bound: int, most: int, deal: int, how: dict):
+    offsets = lengths[0]
     found = offsets.new_full((bound, FIELDS.value) if how["BY_LENGTH"] else (3, bound), -1)
     _number[(len(offsets) - 1,)](found, *lengths, bound, most, **how, BLOCK=LISTED)
     if how["BY_LENGTH"]:
