@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before numpy is there: the interprete
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import torch
 
-ABREAST = 3  # large tests on a GPU at once
+ABREAST = 6  # large tests at once on each GPU
 LONGEST = [  # files of more than 10 seconds, where nothing is compiled yet, as they are or in the interpreter
     "kernels/attention/test_prefill_compile", "kernels/attention/test_decode_compile", "kernels/fused/test_compile",
     "kernels/attention/test_hopper_backward_emulated", "ops/test_compiled", "kernels/attention/test_backward_compile", "kernels/attention/test_decode",
@@ -105,7 +105,7 @@ def seeded():
 @pytest.fixture(autouse=True)
 def room(request):
     """A large test finds the GPU without what tests before it left in torch's cache, and has at most ABREAST - 1 others beside it, whatever the number of
-    processes (`pytest -n`): each may hold 40 GB.
+    processes (`pytest -n`): a few hold 40 GB.
     """
     if not request.node.get_closest_marker("large") or not torch.cuda.is_available():
         yield
@@ -119,10 +119,11 @@ def room(request):
 
 @contextlib.contextmanager
 def _turn():
-    """One of ABREAST locks that all processes share."""
+    """One of the ABREAST locks of this GPU, which all processes share."""
     import fcntl  # not on Windows, where no large test runs
 
-    names = [Path(tempfile.gettempdir(), f"onchip-large-{n}") for n in range(ABREAST)]
+    gpu = torch.cuda.get_device_properties(0).uuid
+    names = [Path(tempfile.gettempdir(), f"onchip-large-{gpu}-{n}") for n in range(ABREAST)]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(name, "a")) for name in names]
         while True:

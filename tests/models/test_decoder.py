@@ -106,14 +106,14 @@ def decoder(path, dtype=torch.float32, positions=512, device=CPU) -> tuple[Decod
 
 def prefill(model: Decoder, pool: PagePool, ids: torch.Tensor, pages: PageList) -> torch.Tensor:
     n = len(ids)
-    step = Step(ids, torch.arange(n), pool.append(pages, n), torch.tensor([0, n], dtype=torch.int32), n)
+    step = Step(ids, torch.arange(n), pool.append(pages, n).to(ids.device), torch.tensor([0, n], dtype=torch.int32), n)
     return model.logits(model.forward(step, pool))
 
 
 def decode(model: Decoder, pool: PagePool, token: torch.Tensor, pages: PageList) -> torch.Tensor:
     position = torch.tensor([pages.length])
-    slots = pool.append(pages, 1)
-    step = Step(token[None], position, slots, page_table=pool.table([pages]), lengths=(position + 1).int())
+    slots = pool.append(pages, 1).to(token.device)
+    step = Step(token[None], position, slots, page_table=pool.table([pages]).to(token.device), lengths=(position + 1).int())
     return model.logits(model.forward(step, pool))
 
 
