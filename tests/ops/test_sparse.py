@@ -214,11 +214,13 @@ def test_bounds_of_other_keys():
     bounds = page_bounds(cache_of())
     k = torch.zeros(3, 2, 32)
     for keys, slots in ((k, torch.zeros(2).long()), (k[:, :1], torch.zeros(3).long()), (k, torch.zeros(3).int())):
-        with pytest.raises(ValueError, match=r"^append_bounds: k is .*; give \[tokens, 2, 32\], an int64 slot for each token, the cache's page, and bounds"):
+        with pytest.raises(ValueError, match=r"^append_bounds: k is .*; give \[tokens, 2, 32\], an int64 slot for each token, and the cache's page"):
             append_bounds(bounds, keys, slots, 16)
     before, last = [bound.clone() for bound in bounds], len(bounds.low) * 16 - 1
     with pytest.raises(ValueError, match=f"^append_bounds: slots are -1 to {last + 1}; give 0 to {last}, or -1: nowhere"):
         append_bounds(bounds, k + 99, torch.tensor([0, -1, last + 1]), 16)
+    with pytest.raises(ValueError, match=f"^append_bounds: slots are -2 to 1; give 0 to {last}, or -1: nowhere"):
+        append_bounds(bounds, k + 99, torch.tensor([0, -2, 1]), 16)
     assert all(torch.equal(ours, was) for ours, was in zip(bounds, before, strict=True))
 
 
@@ -230,8 +232,17 @@ def test_bounds_of_pages_that_there_are_not():
         page_bounds(wrong)
     with pytest.raises(ValueError, match=f"^page_scores: {sentence}"):
         page_scores(torch.zeros(len(LENGTHS), 1, 4, 32), page_bounds(cache), wrong.page_table, cache.lengths, 16)
-    with pytest.raises(ValueError, match=r"^page_bounds: k is \[0, 16, 2, 32\]; give one page or more"):
-        page_bounds(cache._replace(k=cache.k[:0], lengths=cache.lengths * 0))
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_bounds_of_no_page(batch):
+    table, lengths, k = torch.zeros(batch, 3, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32), torch.zeros(0, 16, 2, 32)
+    bounds = page_bounds(PagedKV(k, k, table, lengths))
+    assert bounds.low.shape == bounds.high.shape == (0, 2, 32)
+    append_bounds(bounds, torch.zeros(2, 2, 32), torch.tensor([-1, -1]), 16)
+    scores = page_scores(torch.zeros(batch, 1, 4, 32), bounds, table, lengths, 16)
+    assert scores.shape == (batch, 4, 3) and (scores == -torch.inf).all()
+    assert (top_pages(scores, 2, 2, lengths, 16) == -1).all()
 
 
 def test_pages_without_bounds_are_never_chosen():

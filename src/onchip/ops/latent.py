@@ -54,11 +54,12 @@ def attend_latent(
 
     The pages in use are first copied in bfloat16: for 656 bytes read, 1,152 more are written and read again.
     """
-    if packed.ndim != 4 or packed.shape[2] != 1 or not len(packed):
-        raise ValueError(f"attend_latent: packed is {list(packed.shape)}; give uint8 [pages, page, 1, {BYTES}], of one page or more")
+    if packed.ndim != 4 or packed.shape[2] != 1:
+        raise ValueError(f"attend_latent: packed is {list(packed.shape)}; give uint8 [pages, page, 1, {BYTES}]")
     check_pages("attend_latent", q, PagedKV(packed, packed, page_table, lengths), len(q))
     page = packed.shape[1]
     check_named("attend_latent", page_table, lengths, page, len(packed))
+    packed = packed if len(packed) else packed.new_zeros(1, *packed.shape[1:])  # of which nobody has a key
     used = torch.arange(page_table.shape[1], device=q.device) * page < lengths[:, None]
     latent = dequantise_latent(packed[torch.where(used, page_table, 0).flatten().long()]).to(q.dtype)
     table = torch.arange(page_table.numel(), dtype=torch.int32, device=q.device).view(page_table.shape)

@@ -183,9 +183,9 @@ def page_bounds(cache: PagedKV) -> PageBounds:
     pages, page, kv_heads, dim = cache.k.shape
     check_pages("page_bounds", cache.k, cache, len(cache.page_table))
     check_named("page_bounds", cache.page_table, cache.lengths, page, pages)
-    if not pages:
-        raise ValueError(f"page_bounds: k is {list(cache.k.shape)}; give one page or more")
     low, high = (cache.k.new_full((pages, kv_heads, dim), at) for at in (torch.inf, -torch.inf))
+    if not pages:
+        return PageBounds(low, high)
     first = torch.arange(cache.page_table.shape[1], device=cache.k.device) * page
     used = (cache.lengths[:, None] - first).clamp(0, page)  # [batch, most pages]
     at = torch.where(used > 0, cache.page_table, 0).long()
@@ -207,12 +207,14 @@ def append_bounds(
     A page whose first slot is among them starts anew: it was another sequence's before. A slot of -1 is nowhere. A page that `PagePool` has copied
     (`fork`) has no bounds of its own yet: they are `page_bounds`'."""
     pages = len(bounds.low)
-    if slots.shape != k.shape[:1] or k.shape[1:] != bounds.low.shape[1:] or slots.dtype != torch.int64 or page < 1 or not pages:
+    if slots.shape != k.shape[:1] or k.shape[1:] != bounds.low.shape[1:] or slots.dtype != torch.int64 or page < 1:
         given = f"k is {list(k.shape)}, slots {slots.dtype} {list(slots.shape)}, page {page}, bounds {list(bounds.low.shape)}"
-        wanted = f"[tokens, {', '.join(map(str, bounds.low.shape[1:]))}], an int64 slot for each token, the cache's page, and bounds of one page or more"
+        wanted = f"[tokens, {', '.join(map(str, bounds.low.shape[1:]))}], an int64 slot for each token, and the cache's page"
         raise ValueError(f"append_bounds: {given}; give {wanted}")
-    if (found := ends(slots)) is not None and found[1] >= pages * page:
+    if (found := ends(slots)) is not None and not -1 <= found[0] <= found[1] < pages * page:
         raise ValueError(f"append_bounds: slots are {found[0]} to {found[1]}; give 0 to {pages * page - 1}, or -1: nowhere")
+    if not pages:
+        return
     real = slots >= 0
     at = torch.where(real, slots // page, 0)
     begun = torch.zeros(pages + 1, dtype=torch.bool, device=k.device)
@@ -255,6 +257,8 @@ def page_scores(
 
 def _page_scores(q: Tensor, low: Tensor, high: Tensor, page_table: Tensor, lengths: Tensor, page: int, kernel: str) -> Tensor:
     (batch, heads, dim), kv_heads = q.shape, low.shape[1]
+    if not len(low):
+        return q.new_full((batch, heads, page_table.shape[1]), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     problem = Rows("page_scores", batch * kv_heads * page_table.shape[1], dim, q.dtype, f"{heads // kv_heads} heads")
     return select(problem, q.device, kernel).launch(q, low, high, page_table, lengths, page)
 
