@@ -75,6 +75,10 @@ def test_errors():
     q, packed, table = torch.zeros(1, 1, 2, 576), torch.zeros(4, 16, 1, 656, dtype=torch.uint8), torch.tensor([[3, 4]], dtype=torch.int32)
     with pytest.raises(ValueError, match="attend_latent: page_table has pages 3 to 4; the cache has 0 to 3"):
         attend_latent(q, packed, table, torch.tensor([17]).int())
+    shape = r"q is .*; give \[batch, len_q, heads, 576\]"
+    for wrong, words in (((None, packed), shape), ((q[0], packed), shape), ((q, None), "packed is a NoneType")):
+        with pytest.raises(ValueError, match=f"attend_latent: {words}"):
+            attend_latent(*wrong, table, torch.tensor([17]).int())
     with pytest.raises(ValueError, match="attend_latent: lengths are a list"):
         attend_latent(q, packed, table, [17])
 

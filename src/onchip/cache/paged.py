@@ -158,6 +158,7 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """One holder more of each of these pages, which somebody holds already; `drop` or `release` takes it back. Raises ValueError where one is free
         or none of this pool, and then changes nothing."""
+        self._listed("share", pages)
         holders, count = self._holders, len(self._holders)
         for page in pages:  # 32k pages of one token take 1.1 ms
             if not 0 <= page < count or not holders[page]:
@@ -173,6 +174,7 @@ class PagePool:
 
     def drop(self, pages: Iterable[int]) -> None:
         """One holder less of each of these pages; those without any are free. Raises ValueError where one is held by nobody, and then changes nothing."""
+        self._listed("drop", pages)
         holders, count, push, named = self._holders, len(self._holders), heapq.heappush, Counter(pages)
         for page, times in named.items():
             if not 0 <= page < count or holders[page] < times:
@@ -181,6 +183,12 @@ class PagePool:
             holders[page] = left = holders[page] - times
             if not left:
                 push(self._free, page)
+
+    @staticmethod
+    def _listed(name: str, pages: Iterable[int]) -> None:
+        """Raises TypeError for a tensor, whose elements are no numbers: two of one page differ, and one would be a free page."""
+        if isinstance(pages, Tensor):
+            raise TypeError(f"{name}: pages are a tensor; give a list of numbers, as its tolist() makes it")
 
     def _lost(self, page: int) -> str:
         """What a page is that nobody holds."""

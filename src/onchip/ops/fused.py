@@ -91,6 +91,9 @@ def _check_places(name: str, places: Tensor, qkv: Tensor, least: int, end: int) 
 
 def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
     """The format of the cache, "" if it is not quantised; raises where it is none of this call."""
+    if not isinstance(append, Append) or not isinstance(append.slots, Tensor):
+        given = f"append.slots are a {type(append.slots).__name__}" if isinstance(append, Append) else f"append is a {type(append).__name__}"
+        raise TypeError(f"rope_append: {given}; give Append(k, v, slots), pages and a tensor of a slot for each token")
     k, v = append.k, append.v
     if isinstance(k, Codes) != isinstance(v, Codes) or (isinstance(k, Codes) and k.format != v.format):
         kinds = [str(t.format) if isinstance(t, Codes) else str(t.dtype) for t in (k, v)]
