@@ -35,6 +35,9 @@ def test_tokens_move(form):
         for part in p.layer(layer):
             part.put(torch.arange(20), torch.randn(20, 3, 64)) if form else part.normal_()
     before = [[t.flatten(0, 1) for t in read(layer)] for layer in range(2)]
+    for name, slots in (("source is slots -1 to 3", ([-1, 3], [1, 2])), ("target is slots 2 to 20", ([0, 3], [2, 20]))):  # which lie in another layer
+        with pytest.raises(ValueError, match=f"^move: {name}; give 0 to 19"):
+            p.move(*map(torch.tensor, slots))
     p.move(torch.tensor([7, 9, 18, 4, 4]), torch.tensor([6, 7, 8, 4, 4]))
     now = torch.arange(20)
     now[6:9] = torch.tensor([7, 9, 18])
@@ -351,4 +354,8 @@ def test_free_pages_cannot_be_shared():
             with pytest.raises(ValueError, match=f"page {pages[1]} is (free|none of this pool)"):
                 call(pages)
             assert ([*p._holders], sorted(p._free)) == before
+    for call in (p.drop, p.share):
+        with pytest.raises(TypeError, match="pages are a tensor; give a list of numbers, as its tolist"):
+            call(p.table([a])[0])
+    assert ([*p._holders], sorted(p._free)) == before
     assert p.holders(3) == 0 and p.append(PageList(), 0).dtype == torch.int64

@@ -701,10 +701,18 @@ def test_a_plan_that_fails_leaves_none(device, graph):
 INDPTR, ONE, TWO = torch.tensor([0, 1, 2]), torch.ones(4, 2, 8), torch.tensor([3, 4])
 
 
+def planned(wrapper):
+    wrapper.plan(INDPTR, TWO, TWO, 4, 2, 16, 16, q_data_type=torch.float32)
+    return wrapper
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda w: w.plan([0, 1, 2], TWO, TWO, 4, 2, 16, 16), "a page list's indptr is a list; give an int32 tensor"),
+        (lambda w: w.plan(INDPTR[0], TWO, TWO, 4, 2, 16, 16), r"a page list's indptr is torch.int64 \[\] on cpu; give .* of one dimension"),
+        (lambda w: w.plan(INDPTR, TWO[0], TWO, 4, 2, 16, 16), r"the list of pages is torch.int64 \[\] on cpu; give"),
+        (lambda w: planned(w).run(ONE[:2, :1].repeat(1, 4, 2), ONE.new_zeros(5, 2, 16, 2, 16), sinks=[0.0]), "sinks are a list; give one logit a query head"),
         (lambda w: w.plan(INDPTR, TWO.float(), TWO, 4, 2, 16, 16), "the list of pages is torch.float32"),
         (lambda w: w.plan(INDPTR, TWO - 4, TWO, 4, 2, 16, 16), "page -1 is among those of a sequence"),
         (lambda w: fi.BatchPrefillWithRaggedKVCacheWrapper(ONE).plan([0, 4], [0, 4], 4, 2, 16), "qo_indptr is a list"),

@@ -240,6 +240,11 @@ def test_paged_inputs_that_disagree():
     ):
         with pytest.raises(TypeError, match=f"^paged_attention: {words}"):
             onchip.paged_attention(q, bad)
+    for odd in (zeros(()), zeros(0), zeros(2, 1, 2, 0)):
+        with pytest.raises(ValueError, match=r"^paged_attention: (q is .* without q_offsets; give|q has head dimension 0)"):
+            onchip.paged_attention(odd, good)
+    with pytest.raises(TypeError, match="attention: sinks are a list; give a tensor"):
+        onchip.paged_attention(q, good, sinks=[1.0, 2.0])
     for part, how in (("bias", {"bias": zeros(1, 23)}), ("the mask", {"mask": zeros(1, 23).bool()})):
         with pytest.raises(ValueError, match=rf": {part} is \[1, 23\]; this call needs \[len_q 1, len_k 24\], or 1 for all alike$"):
             onchip.paged_attention(q, good._replace(lengths=good.lengths + 24), **how)

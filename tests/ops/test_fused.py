@@ -71,6 +71,9 @@ def test_what_a_kernel_would_read_past_its_end_is_refused():
     ):
         with pytest.raises(ValueError, match=f"^rope_append: {words}"):
             rope_append(x, table, given, (4, 2), **how)
+    for odd in (page, (page, page, places), Append(page, page, [0])):
+        with pytest.raises(TypeError, match=r"^rope_append: append.* a (Tensor|tuple|list); give Append\(k, v, slots\)"):
+            rope_append(x, table, places, (4, 2), append=odd)
     for odd in (table.int(), table[0], table[:, 1:]):
         with pytest.raises(ValueError, match=r"^rope_append: table is .*; give float32 \[positions, an even number of columns, at most 16\]"):
             rope_append(x, odd, places, (4, 2))

@@ -75,7 +75,17 @@ def test_errors():
     q, packed, table = torch.zeros(1, 1, 2, 576), torch.zeros(4, 16, 1, 656, dtype=torch.uint8), torch.tensor([[3, 4]], dtype=torch.int32)
     with pytest.raises(ValueError, match="attend_latent: page_table has pages 3 to 4; the cache has 0 to 3"):
         attend_latent(q, packed, table, torch.tensor([17]).int())
+    shape = r"q is .*; give \[batch, len_q, heads, 576\]"
+    for wrong, words in (((None, packed), shape), ((q[0], packed), shape), ((q, None), "packed is a NoneType")):
+        with pytest.raises(ValueError, match=f"attend_latent: {words}"):
+            attend_latent(*wrong, table, torch.tensor([17]).int())
     with pytest.raises(ValueError, match="attend_latent: lengths are a list"):
         attend_latent(q, packed, table, [17])
-    with pytest.raises(ValueError, match=r"attend_latent: packed is \[0, 16, 1, 656\]; give .* of one page or more"):
-        attend_latent(q, packed[:0], table, torch.tensor([0]).int())
+
+
+@pytest.mark.parametrize("batch, width", [(0, 0), (0, 3), (2, 0), (2, 3)])
+def test_of_no_page(batch, width):
+    table, lengths = torch.zeros(batch, width, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    q, packed = torch.randn(batch, 1, 4, 576).to(BF16), torch.zeros(0, 16, 1, 656, dtype=torch.uint8)
+    out, lse = attend_latent(q, packed, table, lengths, return_lse=True)
+    assert torch.equal(out, out.new_zeros(batch, 1, 4, 512)) and torch.equal(lse, lse.new_full((batch, 4, 1), -torch.inf))

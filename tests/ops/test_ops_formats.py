@@ -204,6 +204,9 @@ def test_wrong_arguments():
         quantise_cache(original, "int8", [1.0])
     with pytest.raises(ValueError, match=r"k is torch.int32, v torch.float32; give floats"):
         quantise_cache(original._replace(k=original.k.int()), "int8")
+    for wrong in ({"k": None}, {"v": [1.0]}, {"k": original.k[0]}, {"v": original.v[:1]}, {"v": original.v.to_sparse()}):
+        with pytest.raises(ValueError, match=r"^quantise_cache: [kv] is .*; give dense tensors \[pages, page, kv_heads, dim\]"):
+            quantise_cache(original._replace(**wrong), "int8")
     with pytest.raises(TypeError, match=r"^quantise_cache: cache is a tuple; give PagedKV"):
         quantise_cache(tuple(original), "int8")
     with pytest.raises(ValueError, match=r"^channel_scale: k is torch.float32 \[0, 2, 64\]; give floats \[..., kv_heads, dim\], of a token or more"):

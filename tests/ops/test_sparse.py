@@ -131,7 +131,9 @@ def test_latent_stays_latent():
         ({"tokens": torch.zeros(4, 0, dtype=torch.int32)}, "top at least 1"),
         ({"tokens": [[0, 1]] * 4}, "the choice is a list; give int32"),
         ({"q": torch.zeros(4, 2, 4, 32)}, "one query"),
-        ({"q": torch.zeros(4, 1, 3, 32)}, "not a multiple"),
+        ({"q": torch.zeros(4, 1, 3, 32)}, "3 query heads over 2 key heads; give .* a multiple"),
+        ({"q": torch.zeros(4, 1, 4, 16)}, "q has head dimension 16, k has 32"),
+        ({"q": [1.0]}, "q is a list; give one query"),
     ],
 )
 @pytest.mark.parametrize("attend", [attend_tokens, attend_pages])
@@ -214,12 +216,35 @@ def test_bounds_of_other_keys():
     bounds = page_bounds(cache_of())
     k = torch.zeros(3, 2, 32)
     for keys, slots in ((k, torch.zeros(2).long()), (k[:, :1], torch.zeros(3).long()), (k, torch.zeros(3).int())):
-        with pytest.raises(ValueError, match=r"^append_bounds: k is .*; give \[tokens, 2, 32\], an int64 slot for each token, the cache's page, and bounds"):
+        with pytest.raises(ValueError, match=r"^append_bounds: k is .*; give \[tokens, 2, 32\], and an int64 slot for each token"):
             append_bounds(bounds, keys, slots, 16)
     before, last = [bound.clone() for bound in bounds], len(bounds.low) * 16 - 1
     with pytest.raises(ValueError, match=f"^append_bounds: slots are -1 to {last + 1}; give 0 to {last}, or -1: nowhere"):
         append_bounds(bounds, k + 99, torch.tensor([0, -1, last + 1]), 16)
+    with pytest.raises(ValueError, match=f"^append_bounds: slots are -2 to 1; give 0 to {last}, or -1: nowhere"):
+        append_bounds(bounds, k + 99, torch.tensor([0, -2, 1]), 16)
     assert all(torch.equal(ours, was) for ours, was in zip(bounds, before, strict=True))
+
+
+def test_bounds_of_what_is_no_cache():
+    cache, bounds = cache_of(), page_bounds(cache_of())
+    for wrong, words in (
+        (cache.k, "cache is torch.float32 .*; give PagedKV"),
+        (cache._replace(k=cache.k[0]), r"k is torch.float32 \[16, 2, 32\] on cpu; give \[pages, page, kv_heads, dim\]"),
+        (cache._replace(k=None), "k is a NoneType; give"),
+        (cache._replace(page_table=None), "page_table is a NoneType; give"),
+        (cache._replace(lengths=3), "page_table is .*; give|lengths are a int; give"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^page_bounds: {words}"):
+            page_bounds(wrong)
+        with pytest.raises(TypeError, match=r"^append_bounds: bounds are .*; give what page_bounds makes"):
+            append_bounds(wrong, torch.zeros(1, 2, 32), torch.zeros(1).long(), 16)
+    for attend in (attend_tokens, attend_pages):
+        for name in "kv":
+            with pytest.raises(ValueError, match=r"q, k, v have 4, .* dimensions; each needs 4"):
+                attend(torch.zeros(len(LENGTHS), 1, 4, 32), cache._replace(**{name: cache.k[0]}), torch.zeros(len(LENGTHS), 1).int())
+    with pytest.raises(ValueError, match=r"^append_bounds: page is 16\.0; give a whole number"):
+        append_bounds(bounds, torch.zeros(1, 2, 32), torch.zeros(1).long(), 16.0)
 
 
 def test_bounds_of_pages_that_there_are_not():
@@ -230,8 +255,17 @@ def test_bounds_of_pages_that_there_are_not():
         page_bounds(wrong)
     with pytest.raises(ValueError, match=f"^page_scores: {sentence}"):
         page_scores(torch.zeros(len(LENGTHS), 1, 4, 32), page_bounds(cache), wrong.page_table, cache.lengths, 16)
-    with pytest.raises(ValueError, match=r"^page_bounds: k is \[0, 16, 2, 32\]; give one page or more"):
-        page_bounds(cache._replace(k=cache.k[:0], lengths=cache.lengths * 0))
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_bounds_of_no_page(batch):
+    table, lengths, k = torch.zeros(batch, 3, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32), torch.zeros(0, 16, 2, 32)
+    bounds = page_bounds(PagedKV(k, k, table, lengths))
+    assert bounds.low.shape == bounds.high.shape == (0, 2, 32)
+    append_bounds(bounds, torch.zeros(2, 2, 32), torch.tensor([-1, -1]), 16)
+    scores = page_scores(torch.zeros(batch, 1, 4, 32), bounds, table, lengths, 16)
+    assert scores.shape == (batch, 4, 3) and (scores == -torch.inf).all()
+    assert (top_pages(scores, 2, 2, lengths, 16) == -1).all()
 
 
 def test_pages_without_bounds_are_never_chosen():
@@ -271,7 +305,9 @@ def test_what_page_scores_says_to_what_does_not_belong_together():
         (2, [0], "page_table is a list; give int32"),
         (2, cache.page_table.float(), "page_table is torch.float32 .*; give int32"),
         (3, cache.lengths[:1], r"lengths is torch.int32 \[1\] on cpu; give int32"),
-        (4, 0, "page is 0; give the cache's tokens a page, 1 or more"),
+        (4, 0, "page is 0; give a whole number, 1 or more"),
+        (4, 2.5, "page is 2.5; give a whole number"),
+        (0, None, "q is a NoneType, bounds a PageBounds; give q"),
     ]:
         with pytest.raises((ValueError, TypeError), match=f"^page_scores: {words}"):
             page_scores(*good[:place], bad, *good[place + 1 :])
@@ -286,8 +322,11 @@ def test_top_pages():
     assert top_pages(scores, 6, 1, lengths, 16).shape == (2, 1, 6)
     with pytest.raises(ValueError, match="top is 0"):
         top_pages(scores, 0, 1, lengths, 16)
-    with pytest.raises(ValueError, match="for 2 heads over 0"):
+    with pytest.raises(ValueError, match="kv_heads is 0; give a whole number, 1 or more"):
         top_pages(scores, 1, 0, lengths, 16)
+    for wrong in ((scores[0], lengths), (scores, lengths[:, None]), (scores, lengths[:1]), (scores, [60, 20])):
+        with pytest.raises(ValueError, match=r"^top_pages: scores are .*, lengths .*; give \[batch, heads, most pages\] and int32 \[batch\]"):
+            top_pages(wrong[0], 1, 1, wrong[1], 16)
     for recent in (-1, 3):  # of 2, one would be left out
         with pytest.raises(ValueError, match=rf"^top_pages: top is 2, recent {recent}, .*; give a top of at least 1, of which recent is a part"):
             top_pages(scores, 2, 1, lengths, 16, recent=recent)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onchip.core.arguments import check_count
 from onchip.core.formats import Codes, Format
+from onchip.core.once import ends
 from onchip.core.parts import is_whole
 
 
@@ -105,7 +106,10 @@ class PagePool:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy keys and values, in all layers, from slots `source` to slots `target`, int64 [n] on the device; all are read before one is written. Equal
-        targets need equal sources."""
+        targets need equal sources. Raises ValueError for slots that there are not, where they are on a CPU, and then copies nothing."""
+        for name, slots in (("source", source), ("target", target)):
+            if (found := ends(slots)) is not None and not 0 <= found[0] <= found[1] < self.num_pages * self.page:
+                raise ValueError(f"move: {name} is slots {found[0]} to {found[1]}; give 0 to {self.num_pages * self.page - 1}")
         first = torch.arange(0, self.k.shape[0] * self.num_pages, self.num_pages, device=source.device)[:, None]  # page of each layer
         (old, place), (new, to) = ((first + slots // self.page, slots % self.page) for slots in (source, target))
         for tensor in self._tokens:
@@ -154,6 +158,7 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """One holder more of each of these pages, which somebody holds already; `drop` or `release` takes it back. Raises ValueError where one is free
         or none of this pool, and then changes nothing."""
+        self._listed("share", pages)
         holders, count = self._holders, len(self._holders)
         for page in pages:  # 32k pages of one token take 1.1 ms
             if not 0 <= page < count or not holders[page]:
@@ -169,14 +174,21 @@ class PagePool:
 
     def drop(self, pages: Iterable[int]) -> None:
         """One holder less of each of these pages; those without any are free. Raises ValueError where one is held by nobody, and then changes nothing."""
-        holders, count, named = self._holders, len(self._holders), Counter(pages)
+        self._listed("drop", pages)
+        holders, count, push, named = self._holders, len(self._holders), heapq.heappush, Counter(pages)
         for page, times in named.items():
             if not 0 <= page < count or holders[page] < times:
                 raise ValueError(f"drop: page {page} is {self._lost(page)}; each holder lets go of it once")
         for page, times in named.items():
-            holders[page] -= times
-            if not holders[page]:
-                heapq.heappush(self._free, page)
+            holders[page] = left = holders[page] - times
+            if not left:
+                push(self._free, page)
+
+    @staticmethod
+    def _listed(name: str, pages: Iterable[int]) -> None:
+        """Raises TypeError for a tensor, whose elements are no numbers: two of one page differ, and one would be a free page."""
+        if isinstance(pages, Tensor):
+            raise TypeError(f"{name}: pages are a tensor; give a list of numbers, as its tolist() makes it")
 
     def _lost(self, page: int) -> str:
         """What a page is that nobody holds."""

@@ -147,8 +147,12 @@ class Codes(NamedTuple):
             raise ValueError(f"put: {given}; give [tokens, {self.shape[2]}, {self.shape[3]}], and a slot for each token")
         if (found := ends(slots)) is not None and not 0 <= found[0] <= found[1] < pages * page:
             raise ValueError(f"put: slots are {found[0]} to {found[1]}; give 0 to {pages * page - 1}, without the tokens that have none")
+        self.write((slots // page, slots % page), x)
+
+    def write(self, places: tuple[Tensor, Tensor], x: Tensor) -> None:
+        """`put` at (pages, offsets) that somebody has looked at: keys and values of a call have the same."""
         for to, new in self._encoded(x):
-            to[slots // page, slots % page] = new
+            to[places] = new
 
     def fill(self, x: Tensor) -> None:
         """Quantise x [pages, page, kv_heads, dim], and write it to all slots."""

@@ -63,7 +63,7 @@ def check_scales(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> None:
 
 def scale_of(scale: float | None, q: Tensor) -> float:
     if scale is None:
-        return q.shape[-1] ** -0.5
+        return q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0  # such a q is refused for its shape
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise TypeError("attention: scale requires a gradient, which a number has not; give scale=1.0 and score=lambda s, b, h, i, j: s * scale")
     try:
@@ -239,4 +239,4 @@ def paged_grad(how: How, q: Tensor, cache: PagedKV) -> bool:
     if not torch.is_grad_enabled():
         return False
     pools = [t for pool in cache[:2] for t in ((*pool.tensors, pool.channel) if isinstance(pool, Codes) else (pool,))]
-    return any(t is not None and t.requires_grad for t in (q, *pools, how.sinks, *(() if how.score is None else how.score.tensors)))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in (q, *pools, how.sinks, *(() if how.score is None else how.score.tensors)))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from onchip.core.formats import Codes, Format
 from onchip.ops.attend import PagedKV
-from onchip.ops.checks import kind_of
+from onchip.ops.checks import is_dense, kind_of
 
 AT_ONCE = 1 << 24  # numbers whose float32 copy is held
 
@@ -22,6 +22,9 @@ def quantise_cache(cache: PagedKV, format: Format | str, channel: Tensor | None 
         raise TypeError(f"quantise_cache: cache is a {type(cache).__name__}; give PagedKV(k, v, page_table, lengths)")
     if isinstance(cache.k, Codes) or isinstance(cache.v, Codes):
         raise ValueError(f"quantise_cache: the cache has format {cache.k.format} already; give one of tensors")
+    for name, pool in (("k", cache.k), ("v", cache.v)):
+        if not is_dense(pool) or pool.ndim != 4 or pool.shape[:-1] != cache.k.shape[:-1]:
+            raise ValueError(f"quantise_cache: {name} is {kind_of(pool)}; give dense tensors [pages, page, kv_heads, dim], k and v")
     form, (pages, page, kv_heads, dim) = Format.of(format), cache.k.shape
     if not (cache.k.dtype.is_floating_point and cache.v.dtype.is_floating_point):
         raise ValueError(f"quantise_cache: k is {cache.k.dtype}, v {cache.v.dtype}; give floats")
@@ -33,7 +36,7 @@ def quantise_cache(cache: PagedKV, format: Format | str, channel: Tensor | None 
         sizes = (page, kv_heads, pool.shape[-1])
         storage = torch.empty(pages, form.page_bytes(*sizes), dtype=torch.uint8, device=pool.device)
         codes = Codes.over(storage, form, sizes, divisor)
-        step = max(1, AT_ONCE // (page * kv_heads * pool.shape[-1]))
+        step = max(1, AT_ONCE // max(1, page * kv_heads * pool.shape[-1]))
         for start in range(0, pages, step):
             codes.of(slice(start, start + step)).fill(pool[start : start + step])
         found.append(codes)

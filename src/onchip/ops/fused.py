@@ -19,7 +19,8 @@ class Append(NamedTuple):
     """Where new keys and values go: the pages `[pages, page, kv_heads, dim]` of one layer, and a slot for each token.
 
     k, v    in qkv's dtype, or `Codes` of one format: what is written is then quantised. Equal strides, the last one 1.
-    slots   [tokens] int64: `page index * page size + offset`; a token with slot -1 is not written.
+    slots   [tokens] int64: `page index * page size + offset`; a token with slot -1 is not written. Others are refused on a CPU; on a GPU, where to look would
+            be to wait, a token below -1 is not written either, and one past the last page is written to memory that is not the cache's.
     """
 
     k: Tensor | Codes
@@ -90,6 +91,9 @@ def _check_places(name: str, places: Tensor, qkv: Tensor, least: int, end: int) 
 
 def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
     """The format of the cache, "" if it is not quantised; raises where it is none of this call."""
+    if not isinstance(append, Append) or not isinstance(append.slots, Tensor):
+        given = f"append.slots are a {type(append.slots).__name__}" if isinstance(append, Append) else f"append is a {type(append).__name__}"
+        raise TypeError(f"rope_append: {given}; give Append(k, v, slots), pages and a tensor of a slot for each token")
     k, v = append.k, append.v
     if isinstance(k, Codes) != isinstance(v, Codes) or (isinstance(k, Codes) and k.format != v.format):
         kinds = [str(t.format) if isinstance(t, Codes) else str(t.dtype) for t in (k, v)]

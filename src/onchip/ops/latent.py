@@ -12,7 +12,7 @@ from onchip.core.problem import E4M3
 from onchip.core.scales import LARGEST, SMALLEST
 from onchip.ops.attend import PagedKV
 from onchip.ops.attention import paged_attention
-from onchip.ops.checks import check_named, check_pages
+from onchip.ops.checks import check_named, check_pages, kind_of
 
 BYTES, WIDTH, VALUES, TILE = 656, 576, 512, 128
 
@@ -54,11 +54,14 @@ def attend_latent(
 
     The pages in use are first copied in bfloat16: for 656 bytes read, 1,152 more are written and read again.
     """
-    if packed.ndim != 4 or packed.shape[2] != 1 or not len(packed):
-        raise ValueError(f"attend_latent: packed is {list(packed.shape)}; give uint8 [pages, page, 1, {BYTES}], of one page or more")
-    check_pages("attend_latent", q, PagedKV(packed, packed, page_table, lengths), len(q))
+    if not isinstance(q, Tensor) or q.ndim != 4:
+        raise ValueError(f"attend_latent: q is {kind_of(q)}; give [batch, len_q, heads, {WIDTH}]")
+    if not isinstance(packed, Tensor) or packed.ndim != 4 or packed.shape[2] != 1:
+        raise ValueError(f"attend_latent: packed is {kind_of(packed)}; give uint8 [pages, page, 1, {BYTES}]")
+    check_pages("attend_latent", q, PagedKV(packed, packed, page_table, lengths), q.shape[0])
     page = packed.shape[1]
     check_named("attend_latent", page_table, lengths, page, len(packed))
+    packed = packed if len(packed) else packed.new_zeros(1, *packed.shape[1:])  # of which nobody has a key
     used = torch.arange(page_table.shape[1], device=q.device) * page < lengths[:, None]
     latent = dequantise_latent(packed[torch.where(used, page_table, 0).flatten().long()]).to(q.dtype)
     table = torch.arange(page_table.numel(), dtype=torch.int32, device=q.device).view(page_table.shape)

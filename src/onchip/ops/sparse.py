@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_count
 from onchip.core.formats import Codes
 from onchip.core.masks import Full
 from onchip.core.once import ends
@@ -16,7 +17,7 @@ from onchip.core.problem import Rows
 from onchip.dispatch import select
 from onchip.ops.attend import PagedKV, first_columns
 from onchip.ops.attention import paged_attention
-from onchip.ops.checks import check_named, check_pages, kind_of
+from onchip.ops.checks import check_named, check_pages, check_shapes, kind_of
 
 ROWS = 64  # heads of a latent that `triton_decode`, which takes pages of one token, has at most
 PAGE = 64  # tokens of a page of copied keys
@@ -100,11 +101,10 @@ def _checked(name: str, q: Tensor, cache: PagedKV, chosen: Tensor) -> PagedKV:
     if not (isinstance(cache, PagedKV) and isinstance(cache.k, Tensor) and isinstance(cache.v, Tensor)):
         given = f"holds {type(cache.k).__name__}" if isinstance(cache, PagedKV) else f"is a {type(cache).__name__}"
         raise TypeError(f"{name}: the cache {given}; give PagedKV(k, v, page_table, lengths) of tensors")
-    if q.ndim != 4 or q.shape[1] != 1:
-        raise ValueError(f"{name}: q is {list(q.shape)}; give one query a sequence, [batch, 1, heads, dim], and fold more into the batch")
-    (batch, _, heads, _), kv_heads = q.shape, cache.k.shape[2]
-    if heads % kv_heads:
-        raise ValueError(f"{name}: {heads} query heads are not a multiple of {kv_heads} key heads")
+    if not isinstance(q, Tensor) or q.ndim != 4 or q.shape[1] != 1:
+        raise ValueError(f"{name}: q is {kind_of(q)}; give one query a sequence, [batch, 1, heads, dim], and fold more into the batch")
+    check_shapes(name, q, cache.k, cache.v, rank=4)
+    batch, kv_heads = q.shape[0], cache.k.shape[2]
     check_pages(name, q, cache, batch)
     fits = isinstance(chosen, Tensor) and chosen.shape[:-1] in ((batch,), (batch, kv_heads)) and chosen.shape[-1] > 0
     if not fits or chosen.dtype != torch.int32 or chosen.device != q.device:
@@ -178,14 +178,18 @@ class PageBounds(NamedTuple):
 
 def page_bounds(cache: PagedKV) -> PageBounds:
     """Bounds of all pages that the sequences of a cache use; of the others low is inf and high -inf, as before any key."""
+    if not isinstance(cache, PagedKV):
+        raise TypeError(f"page_bounds: cache is {kind_of(cache)}; give PagedKV(k, v, page_table, lengths)")
     if isinstance(cache.k, Codes):
         raise TypeError(f"page_bounds: the keys are Codes in {cache.k.format}; give a cache of numbers (Codes.dequantised makes them)")
+    if not isinstance(cache.k, Tensor) or cache.k.ndim != 4:
+        raise ValueError(f"page_bounds: k is {kind_of(cache.k)}; give [pages, page, kv_heads, dim]")
     pages, page, kv_heads, dim = cache.k.shape
-    check_pages("page_bounds", cache.k, cache, len(cache.page_table))
+    check_pages("page_bounds", cache.k, cache, cache.lengths.shape[0] if isinstance(cache.lengths, Tensor) and cache.lengths.ndim else 0)
     check_named("page_bounds", cache.page_table, cache.lengths, page, pages)
-    if not pages:
-        raise ValueError(f"page_bounds: k is {list(cache.k.shape)}; give one page or more")
     low, high = (cache.k.new_full((pages, kv_heads, dim), at) for at in (torch.inf, -torch.inf))
+    if not pages:
+        return PageBounds(low, high)
     first = torch.arange(cache.page_table.shape[1], device=cache.k.device) * page
     used = (cache.lengths[:, None] - first).clamp(0, page)  # [batch, most pages]
     at = torch.where(used > 0, cache.page_table, 0).long()
@@ -206,13 +210,19 @@ def append_bounds(
     """Take the keys that are being written to the cache into the bounds, in place; `slots` as `PagePool.append` gives them (page index * page + offset).
     A page whose first slot is among them starts anew: it was another sequence's before. A slot of -1 is nowhere. A page that `PagePool` has copied
     (`fork`) has no bounds of its own yet: they are `page_bounds`'."""
+    if not isinstance(bounds, PageBounds) or not isinstance(k, Tensor) or not isinstance(slots, Tensor):
+        given = f"bounds are {kind_of(bounds)}, k {kind_of(k)}, slots {kind_of(slots)}"
+        raise TypeError(f"append_bounds: {given}; give what page_bounds makes, and two tensors")
+    check_count("append_bounds", 1, page=page)
     pages = len(bounds.low)
-    if slots.shape != k.shape[:1] or k.shape[1:] != bounds.low.shape[1:] or slots.dtype != torch.int64 or page < 1 or not pages:
-        given = f"k is {list(k.shape)}, slots {slots.dtype} {list(slots.shape)}, page {page}, bounds {list(bounds.low.shape)}"
-        wanted = f"[tokens, {', '.join(map(str, bounds.low.shape[1:]))}], an int64 slot for each token, the cache's page, and bounds of one page or more"
+    if slots.shape != k.shape[:1] or k.shape[1:] != bounds.low.shape[1:] or slots.dtype != torch.int64:
+        given = f"k is {list(k.shape)}, slots {slots.dtype} {list(slots.shape)}, bounds {list(bounds.low.shape)}"
+        wanted = f"[tokens, {', '.join(map(str, bounds.low.shape[1:]))}], and an int64 slot for each token"
         raise ValueError(f"append_bounds: {given}; give {wanted}")
-    if (found := ends(slots)) is not None and found[1] >= pages * page:
+    if (found := ends(slots)) is not None and not -1 <= found[0] <= found[1] < pages * page:
         raise ValueError(f"append_bounds: slots are {found[0]} to {found[1]}; give 0 to {pages * page - 1}, or -1: nowhere")
+    if not pages:
+        return
     real = slots >= 0
     at = torch.where(real, slots // page, 0)
     begun = torch.zeros(pages + 1, dtype=torch.bool, device=k.device)
@@ -235,16 +245,15 @@ def page_scores(
 ) -> Tensor:
     """How large the product of a query and any key of a page may be: sum over channels of max(q low, q high), float32 [batch, heads, most pages]; -inf for
     pages past a sequence's end (Quest: Tang et al., 2024, section 3.3)."""
-    if not isinstance(bounds, PageBounds) or q.ndim != 4:
-        raise TypeError(f"page_scores: q is {list(q.shape)}, bounds a {type(bounds).__name__}; give q [batch, 1, heads, dim] and what page_bounds makes")
+    if not isinstance(bounds, PageBounds) or not isinstance(q, Tensor) or q.ndim != 4:
+        raise TypeError(f"page_scores: q is {kind_of(q)}, bounds a {type(bounds).__name__}; give q [batch, 1, heads, dim] and what page_bounds makes")
     batch, len_q, heads, dim = q.shape
     kv_heads = bounds.low.shape[1]
     for name, given, more in (("page_table", page_table, ", most pages"), ("lengths", lengths, "")):
         fits = isinstance(given, Tensor) and given.ndim == 1 + bool(more) and given.shape[0] == batch
         if not fits or given.dtype != torch.int32 or given.device != q.device:
             raise ValueError(f"page_scores: {name} is {kind_of(given)}; give int32 [{batch}{more}] on {q.device}")
-    if page < 1:
-        raise ValueError(f"page_scores: page is {page}; give the cache's tokens a page, 1 or more")
+    check_count("page_scores", 1, page=page)
     if len_q != 1 or heads % kv_heads or bounds.low.shape[2] != dim or bounds.low.dtype != q.dtype:
         given = f"q is {q.dtype} {list(q.shape)} and the bounds {bounds.low.dtype} {list(bounds.low.shape)}"
         raise ValueError(f"page_scores: {given}; give q [batch, 1, heads, dim] and bounds [pages, kv_heads, dim] in its dtype, heads a multiple of kv_heads")
@@ -255,6 +264,8 @@ def page_scores(
 
 def _page_scores(q: Tensor, low: Tensor, high: Tensor, page_table: Tensor, lengths: Tensor, page: int, kernel: str) -> Tensor:
     (batch, heads, dim), kv_heads = q.shape, low.shape[1]
+    if not len(low):
+        return q.new_full((batch, heads, page_table.shape[1]), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     problem = Rows("page_scores", batch * kv_heads * page_table.shape[1], dim, q.dtype, f"{heads // kv_heads} heads")
     return select(problem, q.device, kernel).launch(q, low, high, page_table, lengths, page)
 
@@ -266,8 +277,11 @@ _op.register_fake(lambda q, low, high, table, *_: q.new_empty(*q.shape[:2], tabl
 def top_pages(scores: Tensor, top: int, kv_heads: int, lengths: Tensor, page: int, *, recent: int = 1) -> Tensor:
     """The `top` pages of each key head, int32 [batch, kv_heads, top] for `attend_pages`, -1 where a sequence has fewer: by the largest score among the heads
     that share it, the `recent` last ones in any case."""
+    if not isinstance(scores, Tensor) or scores.ndim != 3 or not isinstance(lengths, Tensor) or lengths.shape != scores.shape[:1]:
+        raise ValueError(f"top_pages: scores are {kind_of(scores)}, lengths {kind_of(lengths)}; give [batch, heads, most pages] and int32 [batch]")
+    check_count("top_pages", 1, top=top, kv_heads=kv_heads, page=page)
     batch, heads, pages = scores.shape
-    if top < 1 or kv_heads < 1 or page < 1 or heads % kv_heads or not 0 <= recent <= top:
+    if heads % kv_heads or not 0 <= recent <= top:
         given = f"top is {top}, recent {recent}, for {heads} heads over {kv_heads} and pages of {page} tokens"
         raise ValueError(f"top_pages: {given}; give a top of at least 1, of which recent is a part, and key heads that divide the heads")
     scores = scores.view(batch, kv_heads, heads // kv_heads, pages).amax(2)

@@ -114,8 +114,8 @@ def on_host(name: str, argument: str, given: Tensor) -> Tensor:
 
 
 def check_integers(name: str, argument: str, given: Tensor) -> None:
-    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64, torch.int16):
-        raise ValueError(f"{name}: {argument} is {kind_of(given)}; give an int32 tensor")
+    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64, torch.int16) or not given.ndim:
+        raise ValueError(f"{name}: {argument} is {kind_of(given)}; give an int32 tensor of one dimension")
 
 
 def check_shape(name: str, argument: str, given: Tensor, shape: str) -> None:
@@ -218,8 +218,8 @@ def mask_of(way: Way, custom: Mask | None = None, lengths: tuple[int | None, int
 
 def call_of(way: Way, mask: Mask, heads: tuple[int, int], dim: int, device: torch.device, scaling: Scaling = Scaling(), sinks: Tensor | None = None) -> Call:
     """The call: scale, then ALiBi, then softcap. `heads`: of queries, of keys."""
-    if sinks is not None and sinks.shape != (heads[0],):
-        raise ValueError(f"flashinfer: sinks are {list(sinks.shape)}; give one logit a query head, [{heads[0]}]")
+    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.shape == (heads[0],)):
+        raise ValueError(f"flashinfer: sinks are {kind_of(sinks)}; give one logit a query head, [{heads[0]}]")
     scale, score = way.sm_scale if way.sm_scale is not None else dim**-0.5, []
     tensors = []
     scaling = Scaling(*(float(x) if isinstance(x, Tensor) and x.numel() == 1 and x.is_cpu else x for x in scaling))

@@ -41,10 +41,12 @@ def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positio
         slots, kept = once(("kept",), [append.slots], lambda: _kept(append.slots))
         if kept is not None:
             k, v = k[kept], v[kept]
+        page = append.k.shape[1]
+        places = (slots // page, slots % page) if p.kv else ()
         for pages, new in ((append.k, k), (append.v, v)):
             if p.kv:
-                pages.put(slots, new)
+                pages.write(places, new)
             elif pages.stride(0) == pages.shape[1] * pages.stride(1):  # 5 us less than by page and offset
                 pages.view(-1, p.kv_heads, p.dim).index_copy_(0, slots, new)
             else:
-                pages[slots // pages.shape[1], slots % pages.shape[1]] = new
+                pages[slots // page, slots % page] = new
