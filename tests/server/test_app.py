@@ -158,6 +158,21 @@ def test_log_probabilities(live, llm):
         live.client.completions.create(model="tiny", prompt="why wait", max_tokens=0)
 
 
+def test_a_prompt_alone_may_fill_the_context(alone):
+    ids = alone.tokenizer.encode("why wait for memory " * 99)[:512]
+    with Live(build(alone, "tiny")) as live:
+        for how in ({}, {"logprobs": 1, "n": 2}, {"stream": True}):
+            found = live.client.completions.create(model="tiny", prompt=[ids], max_tokens=0, echo=True, **how)
+            choices = [choice for chunk in found for choice in chunk.choices] if "stream" in how else found.choices
+            assert {choice.index: choice.text for choice in reversed(choices)} == dict.fromkeys(range(how.get("n", 1)), alone.tokenizer.decode(ids))
+            assert choices[-1].finish_reason == "length" and ("logprobs" not in how or len(choices[-1].logprobs.tokens) == 512)
+        assert (live.stats()["prompt_tokens"], live.stats()["new_tokens"]) == (3 * 512, 0)
+        with pytest.raises(openai.BadRequestError, match="512 tokens, the context is 512, one of them for the answer"):
+            live.client.completions.create(model="tiny", prompt=[ids], max_tokens=1, echo=True)
+    alone.forget()
+    assert alone.pool.num_free == alone.pool.num_pages
+
+
 def test_parts_of_characters_keep_their_log_probabilities():
     """Two tokens that are halves of characters, and one that was drawn from beyond the likeliest."""
     e, acute, a, other = (Word(text) for text in (b"\xc3", b"\xa9", b"a", b"\xe2"))
@@ -236,7 +251,7 @@ def test_metrics_count_what_was_served(live):
     before, asked = counted(), [{"role": "user", "content": "the quick brown fox jumps over the lazy dog and waits for nothing at all"}]
     used = [chat(live, messages=asked, max_tokens=5, n=n, extra_body={"ignore_eos": True}).usage for n in (1, 2)]
     after = counted()
-    grown = {name.removeprefix("onchip_"): value - before[name] for name, value in after.items()}
+    grown = {name.removeprefix("onchip_"): value - before.get(name, 0) for name, value in after.items()}
     assert grown["prompt_tokens_total"] == sum(one.prompt_tokens for one in used) and grown["generated_tokens_total"] == 15
     assert grown["cached_tokens_total"] == sum(one.prompt_tokens_details.cached_tokens for one in used) >= 16
     assert [grown[f"requests_ended_total{reason}"] for reason in ("length", "stop", "cancelled", "error")] == [3, 0, 0, 0]

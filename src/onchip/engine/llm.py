@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from onchip import dispatch
-from onchip.cache.paged import OutOfPages
 from onchip.core import device as devices
 from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.grammar import Vocabulary
-from onchip.engine.prompt import check_asked, check_callback, check_request, paired, tokens_of
+from onchip.engine.prompt import check_asked, check_callback, check_request, limit_of, paired, tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -325,7 +324,7 @@ class LLM:
                     request.pages.length += len(new) - 1
             text, found = request.accept(new), None
             if request.logprobs is not None:
-                found = [said]
+                found = [said] if new else []
                 request.logprobs += found
             events.append(Event(request, text, new, found))
             if request.mask is not None and request.reason is None:
@@ -369,14 +368,10 @@ class LLM:
             raise ValueError(f"{name} has params {params!r:.60}; give SamplingParams(max_tokens=...)")
         ids = tokens_of(name, prompt, chat, self.tokenizer)
         check_asked(name, ids, params, priority, self.config.vocab, self.tokenizer)
-        if len(ids) >= self.max_len:
-            raise ValueError(f"{name} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
         capacity = self.pool.num_pages * self.pool.page - self.scheduler.room
-        if len(ids) >= capacity:
-            raise OutOfPages(f"{name} has {len(ids)} tokens and the cache holds {capacity}, one of them for the answer; give a larger cache_gib")
+        limit = limit_of(name, len(ids), params.max_tokens, self.max_len, capacity)
         self._slot(name, params.adapter)
         seed = torch.randint(2**62, (1,)).item() if params.seed is None else int(params.seed)
-        limit = min(params.max_tokens, self.max_len - len(ids), capacity - len(ids))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         samples: list[Request] = []
         for i in range(params.n):

@@ -228,7 +228,7 @@ def build(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         job = await front.submit(body, len(body.prompt), lambda: front.plain(body.prompt))
         echoes = [front.text(prompt) for prompt in body.prompt for _ in range(body.samples)] if body.echo else None
-        return await _answer(Reply(Plain(echoes, body.max_tokens == 0), body.model, job, front.spell), body, request)
+        return await _answer(Reply(Plain(echoes), body.model, job, front.spell), body, request)
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:

@@ -215,7 +215,8 @@ class Generation(Body):
             "logprobs": self.top_logprobs_(), "prompt_logprobs": self.prompt_logprobs_(),
         }  # fmt: skip
         asked = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=self.limit() or context, temperature=1.0 if self.temperature is None else self.temperature, **asked)
+        limit = context if self.limit() is None else self.limit()
+        return SamplingParams(max_tokens=limit, temperature=1.0 if self.temperature is None else self.temperature, **asked)
 
 
 class Part(Body):
@@ -293,8 +294,8 @@ class CompletionRequest(Generation):
 
     @model_validator(mode="after")
     def _agree(self):
-        if self.max_tokens == 0 and (self.stream or not self.echo):
-            raise ValueError("max_tokens is 0, which is for the prompt alone; set echo to true and leave stream out, or give 1 or more")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which is for the prompt alone; set echo to true, or give 1 or more")
         if self.best_of is not None and self.best_of != self.samples:
             raise ValueError(f"best_of is {self.best_of} and n is {self.samples}; this server returns every sample: leave best_of out")
         if self.echo and self.stream and self.logprobs is not None:
@@ -302,7 +303,7 @@ class CompletionRequest(Generation):
         return self
 
     def limit(self) -> int | None:
-        return 16 if self.max_tokens is None else max(1, self.max_tokens)  # 16 is OpenAI's; of 0 the one token is left out of the answer
+        return 16 if self.max_tokens is None else self.max_tokens  # 16 is OpenAI's
 
     def top_logprobs_(self) -> int | None:
         return self.logprobs
