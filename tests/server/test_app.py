@@ -220,6 +220,17 @@ def test_plain_completions(live, alone):
     assert echoed.usage.prompt_tokens == sum(map(len, ids))
 
 
+def test_prompts_become_text_once_and_elsewhere(live, llm, monkeypatch):
+    """For `echo`: 128 samples of 8,000 token ids would keep the event loop for a second."""
+    decode, seen = llm.tokenizer.decode, []
+    monkeypatch.setattr(llm.tokenizer, "decode", lambda ids: (seen.append((len(ids), threading.current_thread().name[:7])), decode(ids))[1])
+    found = live.client.completions.create(model="tiny", prompt=[[7, 8, 9], [7]], n=3, max_tokens=0, echo=True)
+    assert [choice.text for choice in found.choices] == [decode([7, 8, 9])] * 3 + [decode([7])] * 3
+    assert seen == [(3, "asyncio"), (1, "asyncio")]
+    answer = live.http.post("/v1/completions", json={"model": "tiny", "prompt": [[1]] * 12_000})
+    assert answer.status_code == 400 and "prompt: 12000 entries are more than 10000; give fewer" in answer.text
+
+
 def test_a_prompt_seen_before_comes_from_the_cache(live):
     long = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog and waits for memory because bytes are far"}]
     chat(live, messages=long)
@@ -413,7 +424,10 @@ def test_embeddings_keep_no_answer_waiting(alone):
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "messages.0.name is not a field"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, 400, "messages.0.content is no Unicode at character 1"),
         ({"messages": [{"role": "user", "content": "why wait " * 5000}]}, 400, "in the first 2400 of them, and this server takes 300; shorten it"),
-        ({"messages": [{"role": "user", "content": "why wait " * 60}] * 50}, 400, "the conversation has 27000 characters, 802 tokens in the first 2400"),
+        ({"messages": [{"role": "user", "content": "why wait " * 60}] * 50}, 400, "the conversation has 27407 characters, 823 tokens in the first 2400"),
+        ({"messages": [{"role": "user", "content": "a"}] * 400}, 400, "the conversation has 3607 characters"),  # the template's markers count too
+        ({"modalities": ["audio"] * 5000}, 400, "modalities: 5000 entries are more than 16; give fewer"),
+        ({"k" * 5000: 1}, 400, "kkk is not a field that this server knows; leave it out"),
         ({"structured_outputs": {"regex": "a\ud800"}}, 400, "structured_outputs.regex is 'a\\ud800'"),
         ({"structured_outputs": {"choice": ["x" * 17_000] * 4}}, 400, "give one of at most 65536"),
         ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 4000037}}}, 400, "least common multiple of more than 10000"),
@@ -448,7 +462,7 @@ def test_a_mistake_is_one_sentence(live, changes, status, words):
     answer = live.http.post("/v1/chat/completions", content=json.dumps(ASK | changes), headers=headers)  # httpx refuses half of a surrogate pair itself
     error = answer.json()["error"]
     assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"})
-    assert words in error["message"] and "\n" not in error["message"]
+    assert words in error["message"] and "\n" not in error["message"] and len(answer.content) < 1000
 
 
 @pytest.mark.parametrize("body", [b'{"model":', b"", b"[1]", b"\xff\xfe", b"[" * 40_000, b'{"model": NaN}'], ids=lambda body: str(body[:12]))

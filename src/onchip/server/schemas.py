@@ -34,6 +34,8 @@ def _parts(content: Any) -> Any:
 
 def _prompts(value: Any) -> Any:
     """Text, token ids, or a list of either, as a list of prompts."""
+    if isinstance(value, list) and value and type(value[0]) is not int:
+        _check_count(value, 10_000)
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(token) is int for token in value)):
         return [value]
     known = isinstance(value, list) and value and all(isinstance(p, str) or (isinstance(p, list) and all(type(t) is int for t in p)) for p in value)
@@ -44,13 +46,13 @@ def _prompts(value: Any) -> Any:
 
 def _at_most(count: int) -> BeforeValidator:
     """So many entries, asked before one of them is read: of 2 million odd ones pydantic writes as many complaints, for 20 s."""
+    return BeforeValidator(lambda value: _check_count(value, count))
 
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > count:
-            raise ValueError(f"{len(value)} entries are more than {count}; give fewer")
-        return value
 
-    return BeforeValidator(check)
+def _check_count(value: Any, count: int) -> Any:
+    if isinstance(value, list | dict) and len(value) > count:
+        raise ValueError(f"{len(value)} entries are more than {count}; give fewer")
+    return value
 
 
 FIELDS = 100  # of an object
@@ -264,7 +266,7 @@ class ChatRequest(Generation):
     functions: list | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], _at_most(16)] | None = None
 
     @model_validator(mode="after")
     def _agree(self):
