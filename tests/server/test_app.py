@@ -359,12 +359,13 @@ def test_a_server_that_ends_lets_embeddings_end(alone, drain, status, capfd):
     assert ("--drain 0: 1 answers were on their way" in capfd.readouterr().err) == (status == 503)
 
 
-def test_a_step_that_outlasts_the_drain(alone, monkeypatch):
-    """The client cannot be told, and is not waited for."""
+def test_a_step_that_outlasts_the_drain(folder, monkeypatch):
+    """The client cannot be told, and is not waited for. Its request stays in the engine, which is nobody else's."""
+    llm = onchip.LLM(folder, device="cpu")
     monkeypatch.setattr(run, "LAST_WORDS", 0.1)
-    step, held = alone.step, threading.Event()
-    monkeypatch.setattr(alone, "step", lambda: (held.wait(PATIENCE), step())[1])
-    with Live(build(alone, "tiny"), 0) as live:
+    step, held = llm.step, threading.Event()
+    monkeypatch.setattr(llm, "step", lambda: (held.wait(PATIENCE), step())[1])
+    with Live(build(llm, "tiny"), 0) as live:
         with live.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "why wait", "stream": True}) as answer:
             live.end()
             with pytest.raises(httpx.RemoteProtocolError):
