@@ -390,3 +390,11 @@ def test_what_is_on_its_way(llm):
     llm.cancel(request)
     with pytest.raises(ValueError, match=r"^request: prompt has a token id that is no integer \('float' object"):
         llm.request([1.9])
+
+
+def test_a_request_of_another_llm(llm, tmp_path):
+    """One that this LLM could not hold would fail in a step, or wait for ever."""
+    short = LLM(tiny.save(tmp_path), dtype="fp32", device="cpu", max_len=40)
+    with pytest.raises(ValueError, match=r"^add: the request is another LLM's, of 49 tokens in the end, and this one holds 40; make it with this one's"):
+        short.add(llm.request(PROMPT, SamplingParams(**PLAIN)))
+    assert short.idle
