@@ -169,7 +169,7 @@ def test_a_prompt_longer_than_the_context(generate):
         ("--top-k", -1, "top_k is -1"),
         ("--top-p", 0, "top_p is 0.0"),
         ("--min-p", 1.5, "min_p is 1.5"),
-        ("--max-tokens", 0, "max_tokens is 0; give 1 or more"),
+        ("--max-tokens", -1, "max_tokens is -1; give 0"),
         ("--seed", 2**70, "seed is"),
         ("--stop", "", "stop is"),
         ("--dtype", "int4", "dtype 'int4' is not one of bf16, fp16, fp32"),

@@ -55,6 +55,13 @@ def qkv(n=8, dtype=FP32):
 # ---- the choice
 
 
+def test_reasons_are_said_when_somebody_asks():
+    """Until then a Decision has none: a server on a CPU comes to thousands of them."""
+    decision = select(PREFILL._replace(len_q=1001), CPU)
+    assert "refused" not in vars(decision)
+    assert [name for name, _ in decision.refused] == [kernel.name for kernel in decision.before]
+
+
 def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     assert select(PREFILL, H200).kernel.name == "hopper_prefill" and select(PREFILL, H200).refused == ()
     older = select(PREFILL, GPUS["A100"])

@@ -27,15 +27,21 @@ margin: ContextVar[int | None] = ContextVar("onchip.sm_margin", default=None)
 class Decision:
     """The kernel chosen for a Problem on a device, and why the ones before it were not.
 
-    refused   ((kernel name, its reasons), ...) in the order of the menu: what it cannot do, or what does it better.
+    before    the kernels ahead of it in the menu, which leave the Problem; () where it was asked for by name.
     index     of the GPU that the call's tensors are on; None on a CPU, and of a device that is only described.
     """
 
     problem: Problem
     device: Device
     kernel: Kernel
-    refused: tuple[tuple[str, tuple[str, ...]], ...]
+    before: tuple[Kernel, ...] = ()
     index: int | None = None
+
+    @functools.cached_property
+    def refused(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """((kernel name, its reasons), ...) in the order of the menu: what it cannot do, or what does it better. Said when somebody asks: the sentences would
+        be two thirds of what a Decision takes, and a server on a CPU comes to thousands."""
+        return tuple((kernel.name, tuple(kernel.leaves(self.problem, self.device))) for kernel in self.before)
 
     @functools.cached_property
     def config(self):
@@ -97,16 +103,16 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str, left: 
         if reasons:
             others = [k.name for k in op.kernels if not k.leaves(problem, facts)]
             raise Unsupported(f"{op.name}: kernel={kernel!r} refused {problem}: {'; '.join(reasons)}. {_way_out(others)}")
-        return Decision(problem, facts, chosen, (), index)
+        return Decision(problem, facts, chosen, index=index)
     refused = []
-    for candidate in op.kernels:
+    for at, candidate in enumerate(op.kernels):
         reasons = candidate.leaves(problem, facts)
         if not reasons:
             if candidate.portable and facts.kind != "cpu" and settings.STRICT.read():
                 raise Unsupported(
                     f"{op.name}: ONCHIP_STRICT is set and only the portable kernel {candidate.name} takes {problem} on {facts.name}: {sentences(refused)}"
                 )
-            return Decision(problem, facts, candidate, tuple(refused), index)
+            return Decision(problem, facts, candidate, op.kernels[:at], index)
         refused.append((candidate.name, tuple(reasons)))
     raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {sentences(refused)}")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -94,6 +95,7 @@ def test_a_grammar_is_read_once_while_it_is_among_the_last(tokenizer, vocabulary
     read, init = [], Matcher.__init__
     monkeypatch.setattr(Matcher, "__init__", lambda self, *given: (read.append(given[1]), init(self, *given))[1])
     monkeypatch.setattr("onchip.engine.grammar.KEPT", 2)
+    monkeypatch.setattr(vocabulary, "_read", OrderedDict())
     forms = [Grammar("regex", f"x{i}y") for i in range(3)]
     one, other = vocabulary.matcher(forms[0], Budget()), vocabulary.matcher(forms[0], Budget())
     one.accept(tokenizer.encode("x")[0])

@@ -9,6 +9,7 @@ import torch
 import tiny
 from onchip.cache.paged import PageList, PagePool
 from onchip.engine import runner
+from onchip.engine.draft import NGram
 from onchip.engine.grammar import Grammar, GrammarError
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
@@ -121,6 +122,23 @@ def test_logprobs(llm, logits):
         top = truth[at].topk(count)
         assert [t for t, _ in found.top] == top.indices.tolist() and [x for _, x in found.top] == pytest.approx(top.values.tolist(), abs=1e-4)
     assert beside(llm, logprobs=0).logprobs[0].top == [] and beside(llm).logprobs is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefix_cache": None}, {"draft": NGram()}, {"batch_invariant": True}], ids=str)
+def test_a_prompt_alone_may_fill_the_context(llm, tmp_path, settings):
+    """No token comes of it, and its log-probabilities are those that it has beside an answer."""
+    own, full = LLM(tiny.save(tmp_path), dtype="fp32", device="cpu", **settings), [(7 * i + 5) % 320 for i in range(128)]
+    expected = llm.generate([full[:-1]], SamplingParams(max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
+    alone, beside = SamplingParams(max_tokens=0, prompt_logprobs=1, logprobs=1, n=2), SamplingParams(**PLAIN)
+    for _ in range(2):
+        *found, other = own.generate([full, OTHERS[1]], [alone, beside])
+        assert [(done.text, done.tokens, done.logprobs, done.reason) for done in found] == [("", [], [], "length")] * 2 and len(other.tokens) == 12
+        assert len(found[0].prompt_logprobs) == 128 and found[0].prompt_logprobs == found[1].prompt_logprobs
+        assert [one.logprob for one in found[0].prompt_logprobs[1:-1]] == pytest.approx([one.logprob for one in expected[1:]], abs=1e-4)
+    own.forget()
+    assert own.pool.num_free == own.pool.num_pages
+    with pytest.raises(ValueError, match="prompt 0 has 129 tokens, the context is 128, none of them for the answer"):
+        own.generate([[*full, 1]], alone)
 
 
 def test_what_log_probabilities_cost(monkeypatch):
@@ -372,3 +390,11 @@ def test_what_is_on_its_way(llm):
     llm.cancel(request)
     with pytest.raises(ValueError, match=r"^request: prompt has a token id that is no integer \('float' object"):
         llm.request([1.9])
+
+
+def test_a_request_of_another_llm(llm, tmp_path):
+    """One that this LLM could not hold would fail in a step, or wait for ever."""
+    short = LLM(tiny.save(tmp_path), dtype="fp32", device="cpu", max_len=40)
+    with pytest.raises(ValueError, match=r"^add: the request is another LLM's, of 49 tokens in the end, and this one holds 40; make it with this one's"):
+        short.add(llm.request(PROMPT, SamplingParams(**PLAIN)))
+    assert short.idle

@@ -178,7 +178,7 @@ def test_several_tokens_at_once():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0; give 1 or more"),
+        ({"max_tokens": -1}, r"max_tokens is -1; give 0 \(the prompt alone\) or more"),
         ({"max_tokens": 2**31, "min_tokens": 2**31}, "min_tokens is 2147483648; give 0 to max_tokens, 2147483647"),
         ({"temperature": -0.1}, r"temperature is -0.1; give 0 \(always the likeliest token\) to 1e5"),
         ({"temperature": float("inf")}, "temperature is inf"),

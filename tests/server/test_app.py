@@ -158,6 +158,21 @@ def test_log_probabilities(live, llm):
         live.client.completions.create(model="tiny", prompt="why wait", max_tokens=0)
 
 
+def test_a_prompt_alone_may_fill_the_context(alone):
+    ids = alone.tokenizer.encode("why wait for memory " * 99)[:512]
+    with Live(build(alone, "tiny")) as live:
+        for how in ({}, {"logprobs": 1, "n": 2}, {"stream": True}):
+            found = live.client.completions.create(model="tiny", prompt=[ids], max_tokens=0, echo=True, **how)
+            choices = [choice for chunk in found for choice in chunk.choices] if "stream" in how else found.choices
+            assert {choice.index: choice.text for choice in reversed(choices)} == dict.fromkeys(range(how.get("n", 1)), alone.tokenizer.decode(ids))
+            assert choices[-1].finish_reason == "length" and ("logprobs" not in how or len(choices[-1].logprobs.tokens) == 512)
+        assert (live.stats()["prompt_tokens"], live.stats()["new_tokens"]) == (3 * 512, 0)
+        with pytest.raises(openai.BadRequestError, match="512 tokens, the context is 512, one of them for the answer"):
+            live.client.completions.create(model="tiny", prompt=[ids], max_tokens=1, echo=True)
+    alone.forget()
+    assert alone.pool.num_free == alone.pool.num_pages
+
+
 def test_parts_of_characters_keep_their_log_probabilities():
     """Two tokens that are halves of characters, and one that was drawn from beyond the likeliest."""
     e, acute, a, other = (Word(text) for text in (b"\xc3", b"\xa9", b"a", b"\xe2"))
@@ -205,6 +220,17 @@ def test_plain_completions(live, alone):
     assert echoed.usage.prompt_tokens == sum(map(len, ids))
 
 
+def test_prompts_become_text_once_and_elsewhere(live, llm, monkeypatch):
+    """For `echo`: 128 samples of 8,000 token ids would keep the event loop for a second."""
+    decode, seen = llm.tokenizer.decode, []
+    monkeypatch.setattr(llm.tokenizer, "decode", lambda ids: (seen.append((len(ids), threading.current_thread().name[:7])), decode(ids))[1])
+    found = live.client.completions.create(model="tiny", prompt=[[7, 8, 9], [7]], n=3, max_tokens=0, echo=True)
+    assert [choice.text for choice in found.choices] == [decode([7, 8, 9])] * 3 + [decode([7])] * 3
+    assert seen == [(3, "asyncio"), (1, "asyncio")]
+    answer = live.http.post("/v1/completions", json={"model": "tiny", "prompt": [[1]] * 12_000})
+    assert answer.status_code == 400 and "prompt: 12000 entries are more than 10000; give fewer" in answer.text
+
+
 def test_a_prompt_seen_before_comes_from_the_cache(live):
     long = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog and waits for memory because bytes are far"}]
     chat(live, messages=long)
@@ -236,7 +262,7 @@ def test_metrics_count_what_was_served(live):
     before, asked = counted(), [{"role": "user", "content": "the quick brown fox jumps over the lazy dog and waits for nothing at all"}]
     used = [chat(live, messages=asked, max_tokens=5, n=n, extra_body={"ignore_eos": True}).usage for n in (1, 2)]
     after = counted()
-    grown = {name.removeprefix("onchip_"): value - before[name] for name, value in after.items()}
+    grown = {name.removeprefix("onchip_"): value - before.get(name, 0) for name, value in after.items()}
     assert grown["prompt_tokens_total"] == sum(one.prompt_tokens for one in used) and grown["generated_tokens_total"] == 15
     assert grown["cached_tokens_total"] == sum(one.prompt_tokens_details.cached_tokens for one in used) >= 16
     assert [grown[f"requests_ended_total{reason}"] for reason in ("length", "stop", "cancelled", "error")] == [3, 0, 0, 0]
@@ -333,12 +359,13 @@ def test_a_server_that_ends_lets_embeddings_end(alone, drain, status, capfd):
     assert ("--drain 0: 1 answers were on their way" in capfd.readouterr().err) == (status == 503)
 
 
-def test_a_step_that_outlasts_the_drain(alone, monkeypatch):
-    """The client cannot be told, and is not waited for."""
+def test_a_step_that_outlasts_the_drain(folder, monkeypatch):
+    """The client cannot be told, and is not waited for. Its request stays in the engine, which is nobody else's."""
+    llm = onchip.LLM(folder, device="cpu")
     monkeypatch.setattr(run, "LAST_WORDS", 0.1)
-    step, held = alone.step, threading.Event()
-    monkeypatch.setattr(alone, "step", lambda: (held.wait(PATIENCE), step())[1])
-    with Live(build(alone, "tiny"), 0) as live:
+    step, held = llm.step, threading.Event()
+    monkeypatch.setattr(llm, "step", lambda: (held.wait(PATIENCE), step())[1])
+    with Live(build(llm, "tiny"), 0) as live:
         with live.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "why wait", "stream": True}) as answer:
             live.end()
             with pytest.raises(httpx.RemoteProtocolError):
@@ -398,7 +425,10 @@ def test_embeddings_keep_no_answer_waiting(alone):
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "messages.0.name is not a field"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, 400, "messages.0.content is no Unicode at character 1"),
         ({"messages": [{"role": "user", "content": "why wait " * 5000}]}, 400, "in the first 2400 of them, and this server takes 300; shorten it"),
-        ({"messages": [{"role": "user", "content": "why wait " * 60}] * 50}, 400, "the conversation has 27000 characters, 802 tokens in the first 2400"),
+        ({"messages": [{"role": "user", "content": "why wait " * 60}] * 50}, 400, "the conversation has 27407 characters, 823 tokens in the first 2400"),
+        ({"messages": [{"role": "user", "content": "a"}] * 400}, 400, "the conversation has 3607 characters"),  # the template's markers count too
+        ({"modalities": ["audio"] * 5000}, 400, "modalities: 5000 entries are more than 16; give fewer"),
+        ({"k" * 5000: 1}, 400, "kkk is not a field that this server knows; leave it out"),
         ({"structured_outputs": {"regex": "a\ud800"}}, 400, "structured_outputs.regex is 'a\\ud800'"),
         ({"structured_outputs": {"choice": ["x" * 17_000] * 4}}, 400, "give one of at most 65536"),
         ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 4000037}}}, 400, "least common multiple of more than 10000"),
@@ -433,7 +463,7 @@ def test_a_mistake_is_one_sentence(live, changes, status, words):
     answer = live.http.post("/v1/chat/completions", content=json.dumps(ASK | changes), headers=headers)  # httpx refuses half of a surrogate pair itself
     error = answer.json()["error"]
     assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"})
-    assert words in error["message"] and "\n" not in error["message"]
+    assert words in error["message"] and "\n" not in error["message"] and len(answer.content) < 1000
 
 
 @pytest.mark.parametrize("body", [b'{"model":', b"", b"[1]", b"\xff\xfe", b"[" * 40_000, b'{"model": NaN}'], ids=lambda body: str(body[:12]))

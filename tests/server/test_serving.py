@@ -22,7 +22,7 @@ class StubRequest(SimpleNamespace):
     """A request of `length` tokens; one of None cannot be added."""
 
     def __init__(self, length: float | None):
-        super().__init__(prompt=[1, 2, 3], tokens=[], length=length, reason=None, cached_tokens=0)
+        super().__init__(prompt=[1, 2, 3], tokens=[], length=length, reason=None, cached_tokens=0, first_token_at=0.0)
         self.samples = [self]
 
     __hash__ = object.__hash__

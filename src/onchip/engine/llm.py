@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from onchip import dispatch
-from onchip.cache.paged import OutOfPages
 from onchip.core import device as devices
 from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.grammar import Vocabulary
-from onchip.engine.prompt import check_asked, check_callback, check_request, paired, tokens_of
+from onchip.engine.prompt import check_asked, check_callback, check_request, limit_of, paired, tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -156,8 +155,7 @@ class LLM:
             raise ValueError(f"generate: {others} requests given to add are not done; call step until idle, or cancel them")
         firsts = [self._request(f"generate: prompt {i}", prompt, own, chat) for i, (prompt, own) in enumerate(paired(prompts, params))]
         requests = [request for first in firsts for request in first.samples]
-        known = self.stats.kernels  # a captured graph makes no choices when it is replayed
-        self.stats = Stats(kernels=known)
+        self.stats = Stats(kernels=self.stats.kernels)  # a captured graph makes no choices when it is replayed
         places = {request: i for i, request in enumerate(requests)}
         start = time.perf_counter()
         try:
@@ -225,9 +223,11 @@ class LLM:
     def add(self, request: Request) -> None:
         """Queue a request, all samples of it: `step` brings their events, until the `reason` of each is set. What was cancelled before is not queued.
 
-        Raises ValueError for one that was added before.
+        Raises ValueError for one that was added before, or that another LLM made and is too long for this one.
         """
         check_request("add", request)
+        if (most := len(request.prompt) + request.limit) > (held := min(self.max_len, self._capacity)):
+            raise ValueError(f"add: the request is another LLM's, of {most} tokens in the end, and this one holds {held}; make it with this one's request()")
         if any(sample.order >= 0 for sample in request.samples):
             raise ValueError("add: the request was added before, and its pages are its own; make another one with request()")
         slot, salt = self._slot("add: the request", request.params.adapter)
@@ -267,6 +267,11 @@ class LLM:
     def idle(self) -> bool:
         """Whether there is nothing to do: no request waits or runs, no step is on its way, and none that failed has left events."""
         return not (self.scheduler.waiting or self.scheduler.running or self._launched or self._events)
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens that the cache has for one sequence, beside what a draft may write past its end."""
+        return self.pool.num_pages * self.pool.page - self.scheduler.room
 
     # ---- the parts of a step
 
@@ -325,7 +330,7 @@ class LLM:
                     request.pages.length += len(new) - 1
             text, found = request.accept(new), None
             if request.logprobs is not None:
-                found = [said]
+                found = [said] if new else []
                 request.logprobs += found
             events.append(Event(request, text, new, found))
             if request.mask is not None and request.reason is None:
@@ -369,14 +374,9 @@ class LLM:
             raise ValueError(f"{name} has params {params!r:.60}; give SamplingParams(max_tokens=...)")
         ids = tokens_of(name, prompt, chat, self.tokenizer)
         check_asked(name, ids, params, priority, self.config.vocab, self.tokenizer)
-        if len(ids) >= self.max_len:
-            raise ValueError(f"{name} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
-        capacity = self.pool.num_pages * self.pool.page - self.scheduler.room
-        if len(ids) >= capacity:
-            raise OutOfPages(f"{name} has {len(ids)} tokens and the cache holds {capacity}, one of them for the answer; give a larger cache_gib")
+        limit = limit_of(name, len(ids), params.max_tokens, self.max_len, self._capacity)
         self._slot(name, params.adapter)
         seed = torch.randint(2**62, (1,)).item() if params.seed is None else int(params.seed)
-        limit = min(params.max_tokens, self.max_len - len(ids), capacity - len(ids))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         samples: list[Request] = []
         for i in range(params.n):

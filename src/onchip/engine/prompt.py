@@ -6,6 +6,7 @@ from numbers import Integral
 
 import torch
 
+from onchip.cache.paged import OutOfPages
 from onchip.engine.request import Request, SamplingParams
 from onchip.models.tokenizer import Tokenizer
 
@@ -69,6 +70,19 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer
 def check_request(what: str, request: Request) -> None:
     if not isinstance(request, Request):
         raise ValueError(f"{what}: {request!r:.60} is no request; give what LLM.request(prompt, SamplingParams()) makes")
+
+
+def limit_of(name: str, count: int, asked: int, context: int, capacity: int) -> int:
+    """Most new tokens after a prompt of `count`: those `asked` for, cut to the context and to what the cache holds.
+
+    Raises ValueError for a prompt that leaves no room in the context for the first of them, OutOfPages for one that leaves none in the cache.
+    """
+    first, kept = min(1, asked), "one" if asked else "none"
+    if count + first > context:
+        raise ValueError(f"{name} has {count} tokens, the context is {context}, {kept} of them for the answer; shorten the prompt")
+    if count + first > capacity:
+        raise OutOfPages(f"{name} has {count} tokens and the cache holds {capacity}, {kept} of them for the answer; give a larger cache_gib")
+    return min(asked, context - count, capacity - count)
 
 
 def check_asked(name: str, ids: list[int], params: SamplingParams, priority: int, vocab: int, tokenizer: Tokenizer | None) -> None:

@@ -45,7 +45,8 @@ KINDS = {  # of sampling parameters, looked at before their values: what is none
 class SamplingParams:
     """How to continue a prompt.
 
-    max_tokens    most new tokens, which the context may cut.        temperature   less than 1e-5 is 0: always the likeliest token.
+    max_tokens    most new tokens, which the context may cut; 0: the prompt alone, which may fill the context.
+    temperature   less than 1e-5 is 0: always the likeliest token.
     top_k         0: all.                        top_p, min_p, typical_p  1, 0 and 1: all. The order is temperature, top-k, top-p, min-p, typical.
     seed          None: a fresh one. The same seed, prompt, device and batch size give the same tokens: noise depends on the
                   seed and the position alone, but a GPU's matrix products round differently in batches of another size.
@@ -87,7 +88,7 @@ class SamplingParams:
         check_options("SamplingParams: ", vars(self), KINDS)
         bias, most = self.logit_bias, f"0 to {MOST_TOP}, or None"
         checks = (
-            (self.max_tokens >= 1, "max_tokens", "1 or more"),
+            (self.max_tokens >= 0, "max_tokens", "0 (the prompt alone) or more"),
             (0 <= self.temperature <= 1e5, "temperature", "0 (always the likeliest token) to 1e5"),
             (0 <= self.top_k <= MOST, "top_k", f"0 (all) to {MOST}"),
             (0 < self.top_p <= 1, "top_p", "more than 0 and at most 1 (all)"),
@@ -212,7 +213,7 @@ class Request:
     def left(self) -> int:
         """Tokens whose keys and values are not computed yet; 0 where no token is to follow the ones on their way."""
         new = len(self.tokens) + self.pending
-        return 0 if new >= self.limit else len(self.prompt) + new - self.pages.length
+        return 0 if new >= max(1, self.limit) else len(self.prompt) + new - self.pages.length
 
     @property
     def scores(self) -> bool:
@@ -241,6 +242,9 @@ class Request:
         if not tokens:
             self.first_token_at = time.perf_counter()
         text = ""
+        if not self.limit:  # what is drawn where a prompt ends is nobody's
+            self.reason = "length"
+            new.clear()
         for at, token in enumerate(new):
             tokens.append(token)
             if token in self.ends:

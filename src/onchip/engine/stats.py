@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stats:
-    """What the engine did since the last `generate` began, or since it was made: tokens, seconds, bytes, and which kernel ran each operator."""
+    """What the engine did since the last `generate` began, or since it was made: tokens, seconds, bytes, and which kernel ran each operator.
+
+    The first three, and `first_token_seconds`, `generate` counts as it ends: who calls `step` finds them in requests.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of these, that the prefix cache knew

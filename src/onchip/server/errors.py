@@ -11,7 +11,7 @@ from onchip.server.serving import Overloaded
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 501: "not_implemented_error", 503: "overloaded_error"}
 
-ROUTES = "give POST to /v1/chat/completions or /v1/completions, GET to /v1/models, /health, /metrics or /"
+ROUTES = "give POST to /v1/chat/completions, /v1/completions or /v1/embeddings, GET to /v1/models, /health, /metrics or /"
 
 
 class ApiError(Exception):
@@ -68,7 +68,7 @@ def _sentence(error: RequestValidationError) -> tuple[str, str | None]:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
-    field = ".".join(str(part) for part in first["loc"][1:]) or None
+    field = f"{'.'.join(str(part) for part in first['loc'][1:]):.120}" or None  # a client's own name may have 4 MB
     if first["type"] == "extra_forbidden":
         return f"{field} is not a field that this server knows; leave it out", field
     if first["type"] == "missing":

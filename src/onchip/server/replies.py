@@ -109,7 +109,7 @@ class Reply:
         """Tokens: the prompt of several samples counts once, what came from the prefix cache beside it."""
         asked = self.job.asked
         prompt, cached = sum(len(r.prompt) for r in asked), sum(r.cached_tokens or 0 for r in asked)
-        new = 0 if self.dialect.prompt_alone else sum(len(r.tokens) for r in self.job.requests)
+        new = sum(len(r.tokens) for r in self.job.requests)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def _object(self, kind: str, choices: list[dict]) -> dict:
@@ -118,14 +118,9 @@ class Reply:
     def _choice(self, piece: Piece, part: bool = False) -> dict:
         found = piece.logprobs
         if found is not None and not part:
-            found = self._of_prompt(self.job.requests[piece.index].samples[0]) + ([] if self.dialect.prompt_alone else found)
+            found = self._of_prompt(self.job.requests[piece.index].samples[0]) + found
         logprobs = None if found is None else self.dialect.logprobs(piece.index, [self._spelled(one) for one in found])
-        return {
-            "index": piece.index,
-            **self.dialect.content(piece, part),
-            "logprobs": logprobs,
-            "finish_reason": "length" if self.dialect.prompt_alone else piece.reason,
-        }
+        return {"index": piece.index, **self.dialect.content(piece, part), "logprobs": logprobs, "finish_reason": piece.reason}
 
     def _of_prompt(self, request: Request) -> list[TokenLogProbs]:
         """Where they were asked for; nothing predicts the first token."""
@@ -140,7 +135,6 @@ class Chat:
     """/v1/chat/completions."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    prompt_alone = False
 
     def opening(self, index: int) -> dict | None:
         """The first event of a choice."""
@@ -160,21 +154,19 @@ class Chat:
 
 
 class Plain:
-    """/v1/completions. `echoes`: the text that each choice begins with, where the call asked for its prompt back; prompt_alone: and for nothing else."""
+    """/v1/completions. `echoes`: the text that each choice begins with, where the call asked for its prompt back."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, echoes: list[str] | None = None, prompt_alone: bool = False):
-        self._echoes, self.prompt_alone = echoes, prompt_alone
+    def __init__(self, echoes: list[str] | None = None):
+        self._echoes = echoes
         self._ends: Counter[int] = Counter()  # where the text of a choice's tokens ends
 
     def opening(self, index: int) -> dict | None:
         return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None} if self._echoes else None
 
     def content(self, piece: Piece, part: bool) -> dict:
-        if part or not self._echoes:
-            return {"text": piece.text}
-        return {"text": self._echoes[piece.index] + ("" if self.prompt_alone else piece.text)}
+        return {"text": piece.text if part or not self._echoes else self._echoes[piece.index] + piece.text}
 
     def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
         def text(token: Word) -> str:

@@ -34,6 +34,8 @@ def _parts(content: Any) -> Any:
 
 def _prompts(value: Any) -> Any:
     """Text, token ids, or a list of either, as a list of prompts."""
+    if isinstance(value, list) and value and type(value[0]) is not int:
+        _check_count(value, 10_000)
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(token) is int for token in value)):
         return [value]
     known = isinstance(value, list) and value and all(isinstance(p, str) or (isinstance(p, list) and all(type(t) is int for t in p)) for p in value)
@@ -44,13 +46,13 @@ def _prompts(value: Any) -> Any:
 
 def _at_most(count: int) -> BeforeValidator:
     """So many entries, asked before one of them is read: of 2 million odd ones pydantic writes as many complaints, for 20 s."""
+    return BeforeValidator(lambda value: _check_count(value, count))
 
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > count:
-            raise ValueError(f"{len(value)} entries are more than {count}; give fewer")
-        return value
 
-    return BeforeValidator(check)
+def _check_count(value: Any, count: int) -> Any:
+    if isinstance(value, list | dict) and len(value) > count:
+        raise ValueError(f"{len(value)} entries are more than {count}; give fewer")
+    return value
 
 
 FIELDS = 100  # of an object
@@ -215,7 +217,8 @@ class Generation(Body):
             "logprobs": self.top_logprobs_(), "prompt_logprobs": self.prompt_logprobs_(),
         }  # fmt: skip
         asked = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=self.limit() or context, temperature=1.0 if self.temperature is None else self.temperature, **asked)
+        limit = context if self.limit() is None else self.limit()
+        return SamplingParams(max_tokens=limit, temperature=1.0 if self.temperature is None else self.temperature, **asked)
 
 
 class Part(Body):
@@ -263,7 +266,7 @@ class ChatRequest(Generation):
     functions: list | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], _at_most(16)] | None = None
 
     @model_validator(mode="after")
     def _agree(self):
@@ -293,8 +296,8 @@ class CompletionRequest(Generation):
 
     @model_validator(mode="after")
     def _agree(self):
-        if self.max_tokens == 0 and (self.stream or not self.echo):
-            raise ValueError("max_tokens is 0, which is for the prompt alone; set echo to true and leave stream out, or give 1 or more")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which is for the prompt alone; set echo to true, or give 1 or more")
         if self.best_of is not None and self.best_of != self.samples:
             raise ValueError(f"best_of is {self.best_of} and n is {self.samples}; this server returns every sample: leave best_of out")
         if self.echo and self.stream and self.logprobs is not None:
@@ -302,7 +305,7 @@ class CompletionRequest(Generation):
         return self
 
     def limit(self) -> int | None:
-        return 16 if self.max_tokens is None else max(1, self.max_tokens)  # 16 is OpenAI's; of 0 the one token is left out of the answer
+        return 16 if self.max_tokens is None else self.max_tokens  # 16 is OpenAI's
 
     def top_logprobs_(self) -> int | None:
         return self.logprobs

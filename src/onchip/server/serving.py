@@ -309,11 +309,11 @@ class Serving:
     def _hear(self, event: Event, now: float) -> None:
         life = self._lives[event.request]
         reason = event.request.reason
-        if event.tokens and life.first_at is None:
+        if event.request.first_token_at is not None and life.first_at is None:
             life.first_at, life.urgent = now, True
             self.metrics.began(event.request, now - life.job.arrived)
         self.metrics.new_tokens += len(event.tokens)
-        if event.text or event.tokens:
+        if event.text or event.logprobs is not None or event.tokens:
             self._say(life, Piece(life.index, event.text, event.logprobs))
         if reason is not None:
             if len(event.request.tokens) > 1 and life.first_at is not None:
