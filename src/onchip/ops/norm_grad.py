@@ -65,7 +65,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor | None, d_total: Tensor | None):
-        return None, None, *once("norm", lambda: ctx.wanted.all(backward(ctx.wanted.names, *_kept(ctx, dy, d_total), ctx.kernel)))
+        return None, None, *once("norm", lambda: ctx.wanted.all(backward(ctx.wanted.names, *_kept(ctx, dy, d_total), ctx.kernel)), dy, d_total)
 
 
 def _keep(ctx, norm: Norm, x: Tensor, normed: Normed) -> None:

@@ -189,7 +189,7 @@ class _Held(torch.autograd.Function):
         if ctx.held is None:
             raise RuntimeError("the gradients of this loss were given in its first backward pass, and scaled in place; call the loss again")
         held, ctx.held = ctx.held, None
-        return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held])
+        return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held], g)
 
 
 def held(name: str, run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
