@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onchip.core.arguments import check_tensors
 from onchip.core.losses import ENTROPY, LOG_PROB, WEIGHT, LossTerms
+from onchip.core.trace import readable
 from onchip.ops.differentiable import Rule, autocast, differentiable
 from onchip.ops.losses import row_shapes, wanted, written_over
 from onchip.ops.vocabulary import (
@@ -158,10 +159,14 @@ def chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> It
 
 
 class Sums:
-    """The gradients of hidden, weight and bias, as chunks come in; None where not wanted. `counts` [tokens]: others hold anything, or None: all do."""
+    """The gradients of hidden, weight and bias, as chunks come in; None where not wanted. `counts` [tokens]: others hold anything, or None: all do.
+
+    0 times NaN is NaN, so the weight's product reads a copy of hidden in which rows that do not count are 0: it lies where hidden's own gradient will be.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], size: int, counts: Tensor | None):
-        self.inputs, self.counts = (hidden, weight), counts
+        self.inputs = hidden, weight
+        self.counts = None if counts is None or (readable(counts) and counts.all()) else counts[:, None]
         count = -(-len(hidden) // max(1, size))
         self.narrow = count <= IN_WEIGHTS_DTYPE or weight.element_size() > 2
         dtype = weight.dtype if self.narrow else torch.float32
@@ -169,19 +174,22 @@ class Sums:
         self.weight = torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None
         if needs[1] and (count == 0 or not self.narrow):
             self.weight.zero_()
+        self.zero = hidden.new_zeros(())
         self.bias = torch.zeros(len(weight), dtype=torch.float32 if weight.element_size() < 4 else weight.dtype, device=weight.device) if needs[2] else None
 
     def add(self, of: slice, d_logits: Tensor) -> None:
         hidden, weight = self.inputs
+        if self.weight is not None:
+            hidden = hidden[of]
+            if self.counts is not None:
+                hidden = torch.where(self.counts[of], hidden, self.zero, out=None if self.hidden is None else self.hidden[of])
+            if self.narrow:
+                self.weight.addmm_(d_logits.t(), hidden, beta=float(of.start > 0))
+            else:  # a chunk's part is rounded once, which is little of the whole
+                for rows in range(0, len(weight), 1 << 14):
+                    self.weight[rows : rows + (1 << 14)] += d_logits[:, rows : rows + (1 << 14)].t() @ hidden
         if self.hidden is not None:
             torch.mm(d_logits, weight, out=self.hidden[of])
-        if self.weight is not None:  # a copy of a chunk's rows: of those that do not count, 0 times NaN would be NaN
-            hidden = hidden[of] if self.counts is None else hidden[of].masked_fill(~self.counts[of, None], 0)
-        if self.weight is not None and self.narrow:
-            self.weight.addmm_(d_logits.t(), hidden, beta=float(of.start > 0))
-        elif self.weight is not None:  # a chunk's part is rounded once, which is little of the whole
-            for rows in range(0, len(weight), 1 << 14):
-                self.weight[rows : rows + (1 << 14)] += d_logits[:, rows : rows + (1 << 14)].t() @ hidden
         if self.bias is not None:
             self.bias += d_logits.sum(0, dtype=self.bias.dtype)
 
