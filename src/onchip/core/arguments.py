@@ -9,7 +9,7 @@ from onchip.core.parts import is_whole
 
 
 def check_tensors(name: str, **given: Tensor | None) -> None:
-    """Each is a dense tensor where the first one is, or, but for that one, None."""
+    """Each is a dense tensor of real numbers where the first one is, or, but for that one, None."""
     leader = None
     for what, t in given.items():
         if t is None and leader is not None:
@@ -18,6 +18,8 @@ def check_tensors(name: str, **given: Tensor | None) -> None:
             raise TypeError(f"{name}: {what} is a {type(t).__name__}; give a tensor")
         if t.is_nested or t.layout != torch.strided:
             raise TypeError(f"{name}: {what} is a nested or sparse tensor; give a dense one")
+        if t.is_complex():  # a cast would drop the imaginary part
+            raise TypeError(f"{name}: {what} is {t.dtype}; give real numbers")
         leader = leader or (what, t.device)
         if t.device != leader[1]:
             raise ValueError(f"{name}: {what} is on {t.device}, {leader[0]} on {leader[1]}; move one of them")

@@ -42,7 +42,7 @@ def rms_norm(
     Differentiable in every tensor, but not with codes. Raises ValueError for shapes that disagree.
     """
     plain = isinstance(x, Tensor) and isinstance(weight, Tensor) and bias is None and after is None
-    plain = plain and x.ndim > 0 and weight.ndim == 1 and x.layout == torch.strided and weight.device == x.device
+    plain = plain and x.ndim > 0 and weight.ndim == 1 and x.layout == torch.strided and weight.device == x.device and weight.is_floating_point()
     plain = plain and (residual is None or (isinstance(residual, Tensor) and residual.dtype == x.dtype))
     if plain and forward_ad._current_level < 0 and not (torch.is_grad_enabled() and _trains(x, weight, residual)):
         return _rms_norm(x, weight, eps, offset, residual, kernel)
