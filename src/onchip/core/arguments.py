@@ -2,6 +2,7 @@
 
 from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,16 @@ def check_count(name: str, least: int, **given: int) -> None:
     for what, number in given.items():
         if not is_whole(number) or number < least:
             raise ValueError(f"{name}: {what} is {number!r:.60}; give a whole number, {least} or more")
+
+
+def truth(name: str, what: str, given) -> bool:
+    """What is True or False, numpy's too, as Python's; anything else has a truth that nobody meant ('no' is true), or none."""
+    if given is True or given is False:
+        return given
+    if isinstance(given, np.bool_):
+        return bool(given)
+    shown = f"{given.dtype} {list(given.shape)} on {given.device}" if isinstance(given, Tensor) else repr(given)
+    raise TypeError(f"{name}: {what} is {shown:.60}; give True or False")
 
 
 def refuse_gradients(name: str, way_out: str, *tensors: Tensor | None) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onchip.core.arguments import check_tensors
+from onchip.core.arguments import check_tensors, truth
 from onchip.core.losses import ENTROPY, LOG_PROB, WEIGHT, LossTerms
 from onchip.core.trace import readable
 from onchip.ops.differentiable import Rule, autocast, differentiable
@@ -73,6 +73,7 @@ def linear_cross_entropy(
     check_reduction("linear_cross_entropy", reduction)
     check_tensors("linear_cross_entropy", hidden=hidden, weight=weight, bias=bias, targets=targets)
     hidden, weight, bias = autocast(hidden, weight, bias)
+    per_token = truth("linear_cross_entropy", "per_token", per_token)
     call = _check("linear_cross_entropy", hidden, weight, bias, targets, terms, per_token, kernel)
     operands = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), *weights_of(call, terms.class_weights, hidden.dtype)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands[:3]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onchip.core import philox
-from onchip.core.arguments import check_numbers, check_tensors
+from onchip.core.arguments import check_numbers, check_tensors, truth
 from onchip.core.norms import CODES, TENSORS, Modulate, Norm, Residual, RowCodes, SiluGate
 from onchip.core.problem import Dropout, Rows
 from onchip.dispatch import select
@@ -183,7 +183,7 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
             raise TypeError(f"{name}: residual is a {type(residual).__name__}; give a tensor like x, or a Residual")
         check_tensors(name, residual=residual.stream, x=x, gate=residual.gate, row_scale=residual.row_scale)
         of.like("residual", residual.stream, (x.dtype, torch.float32))
-        if residual.in_place and not _in_rows(residual.stream):
+        if truth(name, "in_place", residual.in_place) and not _in_rows(residual.stream):
             raise ValueError(
                 f"{name}: in_place=True needs a residual whose rows are contiguous, each in a place of its own; call .contiguous() first, or leave in_place out"
             )

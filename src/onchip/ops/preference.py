@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core.arguments import check_count, check_numbers, check_pair, check_tensors
+from onchip.core.arguments import check_count, check_numbers, check_pair, check_tensors, truth
 from onchip.core.losses import LossTerms
 from onchip.ops.linear_losses import token_log_probs
 
@@ -69,6 +69,7 @@ def sequence_log_probs(
     kernel: str = "auto",
 ) -> Tensor:
     """The log-probability of each answer, float32 [answers]: the sum over its tokens that are not ignored, or their mean (NaN of none)."""
+    mean = truth("sequence_log_probs", "mean", mean)
     log_prob = token_log_probs(hidden, weight, targets, terms, bias=bias, kernel=kernel).log_prob.sum(-1)
     return log_prob / (targets != terms.ignore_index).sum(-1) if mean else log_prob
 
