@@ -51,6 +51,7 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     eager.forward = staticmethod(forward)
     eager.setup_context = staticmethod(rule.keep)
     eager.vmap = staticmethod(lambda *_: _no_vmap(name))
+    eager.jvp = staticmethod(lambda *_: no_jvp(name))
     again = functools.partial(_Once.apply, name, backward)
 
     def back(ctx, *grads):
@@ -72,6 +73,10 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
 def _no_vmap(name: str):
     way_out = "loop over the batch (jacrev: chunk_size=1), or give it as more rows"
     raise NotImplementedError(f"{name}: gradients under torch.vmap, and so jacrev's, are not implemented; {way_out}")
+
+
+def no_jvp(name: str):
+    raise NotImplementedError(f"{name}: derivatives in forward mode (jvp, jacfwd) are not implemented; use reverse mode, or torch's own formula")
 
 
 def _refuse_batches(name: str, *grads: Tensor | None) -> None:
@@ -101,6 +106,10 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def vmap(info, dims, name: str, *_):
         _no_vmap(name)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        no_jvp(ctx.name)
 
     @staticmethod
     def backward(ctx, *grads):

@@ -12,7 +12,7 @@ from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms
 from onchip.core.parts import check_whole
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
-from onchip.ops.differentiable import once
+from onchip.ops.differentiable import no_jvp, once
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -190,6 +190,10 @@ class _Held(torch.autograd.Function):
             raise RuntimeError("the gradients of this loss were given in its first backward pass, and scaled in place; call the loss again")
         held, ctx.held = ctx.held, None
         return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held], g)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        no_jvp("loss")
 
 
 def held(name: str, run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
