@@ -114,7 +114,8 @@ def test_a_number_is_no_row(call):
         (lambda: onchip.rms_norm(X, W, after=onchip.RowCodes(["int8"])), r"rms_norm: RowCodes\(\['int8'\]\) is not one of e4m3, int8"),
         (lambda: onchip.gated_act(X, onchip.Clipped(limit=-1.0)), "gated_act: limit is -1.0; give 0 or more"),
         (lambda: onchip.log_probs(LOGITS, IDS[:, 0], "3"), "log_probs: top='3' of a vocabulary of 40; give 0 to 20"),
-        (lambda: onchip.divergence(X, X, temperature=1e-40), "divergence: temperature is 1e-40; give 1e-30 or more"),
+        (lambda: onchip.divergence(X, X, temperature=1e-40), "divergence: temperature is 1e-40; give 1e-30 to 1e30"),
+        (lambda: onchip.divergence(X, X, temperature=math.inf), "divergence: temperature is inf; give 1e-30 to 1e30"),
     ],
 )
 def test_what_is_out_of_range_is_named(call, words):

@@ -26,9 +26,6 @@ def check_tensors(name: str, **given: Tensor | None) -> None:
             raise ValueError(f"{name}: {what} is on {t.device}, {leader[0]} on {leader[1]}; move one of them")
 
 
-COLD = 1e-30  # what logits are divided by at least: float32 has no 1 / 1e-40
-
-
 def check_numbers(name: str, least: float | None = None, **given: float) -> None:
     """A tensor is none: its gradient would be lost, and to read it is to wait for the device. Nor is NaN, nor a number below `least`."""
     for what, number in given.items():
@@ -36,6 +33,16 @@ def check_numbers(name: str, least: float | None = None, **given: float) -> None
             raise TypeError(f"{name}: {what} is {number!r:.60}; give a number")
         if number != number or (least is not None and number < least):
             raise ValueError(f"{name}: {what} is {number}; give {'a number' if least is None else f'{least:g} or more'}")
+
+
+COLD, HOT = 1e-30, 1e30  # what logits may be divided by: float32 has no 1 / 1e-40, and no 1e39
+
+
+def check_temperature(name: str, **given: float) -> None:
+    check_numbers(name, **given)
+    for what, number in given.items():
+        if not COLD <= number <= HOT:
+            raise ValueError(f"{name}: {what} is {number}; give 1e-30 to 1e30")
 
 
 def check_pair(name: str, least: float | None = None, **given: tuple[float, float]) -> None:
