@@ -167,6 +167,28 @@ def test_what_does_not_count_is_not_read(reduction):
     expected = grad_of(kept.nonzero()[:, 0], torch.ones(4, dtype=torch.bool))
     hidden[~kept] = torch.nan
     torch.testing.assert_close(grad_of(torch.arange(6), kept), expected)
+    hidden.requires_grad_()  # whose gradient's memory holds the copy without them
+    torch.testing.assert_close(grad_of(torch.arange(6), kept), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_is_not_read_is_left_out_of_a_copy_that_costs_no_memory(reduction, monkeypatch):
+    """On a CPU, which knows that all count, there is none; else it lies where the gradient will be."""
+    leaves, targets = inputs()
+    targets = targets.clamp(min=0)
+    copies, where = [], torch.where
+
+    def watched(condition, x, *rest, out=None):
+        copies.extend([out is not None] * (isinstance(x, torch.Tensor) and x.shape[1:] == leaves[0].shape[1:]))
+        return where(condition, x, *rest) if out is None else where(condition, x, *rest, out=out)
+
+    monkeypatch.setattr(torch, "where", watched)
+    for ignored, expected in ((0, []), (1, [True] * 3)):
+        targets[:ignored] = -100
+        copies.clear()
+        grads = grads_of(linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], reduction=reduction).sum(), leaves)
+        assert copies == expected
+        torch.testing.assert_close(grads, grads_of(textbook(leaves, targets, reduction=reduction).sum(), leaves), rtol=1e-4, atol=1e-5)
 
 
 def test_a_teacher_has_no_gradient():

@@ -67,6 +67,30 @@ def test_odds_of_certainty():
     torch.testing.assert_close(loss[1].item(), 0.1 * math.log(2))
 
 
+LEARNT = {
+    "dpo": lambda t: onchip.dpo(PAIR, REFERENCE, beta=t),
+    "ipo": lambda t: onchip.dpo(PAIR, REFERENCE, beta=t, loss="ipo"),
+    "simpo": lambda t: onchip.simpo(PAIR, beta=t, margin=t),
+    "cpo": lambda t: onchip.cpo(PAIR, NLL, beta=t, weight=t),
+    "orpo": lambda t: onchip.orpo(PAIR, NLL, beta=t),
+    "kto": lambda t: onchip.kto(PAIR.chosen, REFERENCE.chosen, NLL > 0.5, NLL[0], beta=t, weights=(t, 2.0)),
+    "kto, both": lambda t: onchip.kto(PAIR.chosen, REFERENCE.chosen, NLL > 0.5, NLL[0], weights=torch.stack((t, t))),
+}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
+@pytest.mark.parametrize("name", LEARNT)
+def test_numbers_that_are_learnt(name, shape):
+    """As the number of each row; the gradient is that of small steps."""
+    t = torch.full(shape, 0.5, dtype=torch.float64, requires_grad=True)
+    expected = LEARNT[name](0.5) if name != "kto, both" else onchip.kto(PAIR.chosen, REFERENCE.chosen, NLL > 0.5, NLL[0], weights=(0.5, 0.5))
+    found = LEARNT[name](t)
+    torch.testing.assert_close(found.float(), expected)
+    (d,) = torch.autograd.grad(found.sum(), t)
+    assert d.shape == shape and d.abs().min() > 1e-3
+    torch.testing.assert_close(d.sum().float(), (LEARNT[name](t.detach() + 1e-2) - LEARNT[name](t.detach() - 1e-2)).sum().float() / 2e-2, rtol=1e-2, atol=1e-3)
+
+
 # ---- groups of answers
 
 LOG_PROB = torch.tensor([[-1.0, -2.0, -0.5, torch.nan], [-3.0, torch.nan, torch.nan, torch.nan]])
@@ -154,6 +178,9 @@ def test_bad_arguments():
         (lambda: onchip.simpo(PAIR, margin=math.nan), "simpo: margin is nan; give a number"),
         (lambda: onchip.cpo(PAIR, NLL, weight=math.nan), "cpo: weight is nan; give a number"),
         (lambda: onchip.kto(NLL, NLL, NLL > 0, NLL[0], weights=(1.0, math.nan)), r"kto: weights\[1\] is nan; give 0 or more"),
+        (lambda: onchip.simpo(PAIR, margin=NLL[:, None]), r"simpo: margin is torch.float32 \[2, 1\]; give a number, or floats \[\] or \[2\]"),
+        (lambda: onchip.cpo(PAIR, NLL, weight=NLL.long()), "cpo: weight is torch.int64"),
+        (lambda: onchip.simpo(PAIR, margin=NLL.to("meta")), "simpo: margin is on meta, log-probabilities 1 on cpu; move one of them"),
         (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(clip=(-0.2, 0.2))), r"grpo: clip\[0\] is -0.2; give 0 or more"),
         (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(length=-5)), "grpo: length is -5; give a whole number, 0 or more"),
         (lambda: onchip.kto(NLL, NLL, NLL, NLL[0]), r"desirable is torch.float32 \[2\]; give bools \[2\]"),
@@ -165,4 +192,12 @@ def test_bad_arguments():
         (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(beta=0.1)), "there is no reference"),
     ):
         with pytest.raises(ValueError, match=words):
+            call()
+    for call in (
+        lambda: onchip.kto(NLL, NLL, NLL > 0, NLL[0], weights=NLL[0]),
+        lambda: onchip.kto(NLL, NLL, NLL > 0, NLL[0], weights=(1.0,)),
+        lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(beta=NLL[0])),
+        lambda: onchip.simpo(PAIR, margin="1"),
+    ):
+        with pytest.raises(TypeError, match=r"^(kto: weights is .*; give two numbers, or two tensors|(grpo: beta|simpo: margin) is .*; give a number)$"):
             call()

@@ -2,6 +2,7 @@
 
 from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,7 +10,7 @@ from onchip.core.parts import is_whole
 
 
 def check_tensors(name: str, **given: Tensor | None) -> None:
-    """Each is a dense tensor where the first one is, or, but for that one, None."""
+    """Each is a dense tensor of real numbers where the first one is, or, but for that one, None."""
     leader = None
     for what, t in given.items():
         if t is None and leader is not None:
@@ -18,12 +19,11 @@ def check_tensors(name: str, **given: Tensor | None) -> None:
             raise TypeError(f"{name}: {what} is a {type(t).__name__}; give a tensor")
         if t.is_nested or t.layout != torch.strided:
             raise TypeError(f"{name}: {what} is a nested or sparse tensor; give a dense one")
+        if t.is_complex():  # a cast would drop the imaginary part
+            raise TypeError(f"{name}: {what} is {t.dtype}; give real numbers")
         leader = leader or (what, t.device)
         if t.device != leader[1]:
             raise ValueError(f"{name}: {what} is on {t.device}, {leader[0]} on {leader[1]}; move one of them")
-
-
-COLD = 1e-30  # what logits are divided by at least: float32 has no 1 / 1e-40
 
 
 def check_numbers(name: str, least: float | None = None, **given: float) -> None:
@@ -33,6 +33,16 @@ def check_numbers(name: str, least: float | None = None, **given: float) -> None
             raise TypeError(f"{name}: {what} is {number!r:.60}; give a number")
         if number != number or (least is not None and number < least):
             raise ValueError(f"{name}: {what} is {number}; give {'a number' if least is None else f'{least:g} or more'}")
+
+
+COLD, HOT = 1e-30, 1e30  # what logits may be divided by: float32 has no 1 / 1e-40, and no 1e39
+
+
+def check_temperature(name: str, **given: float) -> None:
+    check_numbers(name, **given)
+    for what, number in given.items():
+        if not COLD <= number <= HOT:
+            raise ValueError(f"{name}: {what} is {number}; give 1e-30 to 1e30")
 
 
 def check_pair(name: str, least: float | None = None, **given: tuple[float, float]) -> None:
@@ -48,6 +58,16 @@ def check_count(name: str, least: int, **given: int) -> None:
     for what, number in given.items():
         if not is_whole(number) or number < least:
             raise ValueError(f"{name}: {what} is {number!r:.60}; give a whole number, {least} or more")
+
+
+def truth(name: str, what: str, given) -> bool:
+    """What is True or False, numpy's too, as Python's; anything else has a truth that nobody meant ('no' is true), or none."""
+    if given is True or given is False:
+        return given
+    if isinstance(given, np.bool_):
+        return bool(given)
+    shown = f"{given.dtype} {list(given.shape)} on {given.device}" if isinstance(given, Tensor) else repr(given)
+    raise TypeError(f"{name}: {what} is {shown:.60}; give True or False")
 
 
 def refuse_gradients(name: str, way_out: str, *tensors: Tensor | None) -> None:

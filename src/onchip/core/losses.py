@@ -26,7 +26,7 @@ class LossTerms(NamedTuple):
 
     smoothing       share of the uniform distribution in the target (Szegedy et al., 2016), 0 to 1.
     z_loss          weight of the squared log-partition (PaLM; Chowdhery et al., 2022).
-    softcap         `cap tanh(logits / cap)` (Gemma 2, 2024); 0: none.        temperature   1e-30 or more.
+    softcap         `cap tanh(logits / cap)` (Gemma 2, 2024); 0: none.        temperature   1e-30 to 1e30.
     class_weights   float32 [V] (of a shard: its slice), or None: ones.       ignore_index  a target with this value counts nothing.
     shard           where the logits are a slice of the vocabulary.
     """

@@ -83,7 +83,8 @@ def activated(x, ACT: tl.constexpr, alpha=1.0, QUICK: tl.constexpr = False):
     if ACT == "relu":
         return tl.where(x < 0, 0.0, x)  # NaN stays
     if ACT == "relu2":
-        return tl.where(x < 0, 0.0, x) * x
+        positive = tl.where(x < 0, 0.0, x)
+        return positive * positive  # times x, -infinity would be NaN
     if ACT == "gelu":
         if QUICK:
             far = tl.minimum(tl.abs(x), 16.0, tl.PropagateNan.ALL)  # where nothing is left beyond: infinity times 0 would be NaN

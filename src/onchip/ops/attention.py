@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import truth
 from onchip.core.formats import Codes
 from onchip.core.masks import Causal, Full, Mask
 from onchip.core.parts import is_whole
@@ -77,7 +78,7 @@ def attention(
         raise ValueError(f"attention: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
     if dropout is not None:
         checks.check_dropout("attention", dropout)
-    asked = checks.truth("attention", "deterministic", deterministic), checks.truth("attention", "batch_invariant", batch_invariant)
+    asked = truth("attention", "deterministic", deterministic), truth("attention", "batch_invariant", batch_invariant)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, *asked, kernel)
     sizes, x = attend.dense_sizes(q, k, v), Operands(checks.scale_of(scale, q), scales=scales, sources=sources)
     return graph.attend(how, sizes, q, k, v, x, return_lse) if watched else attend.attend(how, sizes, q, k, v, x, return_lse, kind)
@@ -127,7 +128,7 @@ def attention_packed(
     checks.check_longest("attention_packed", longest_q, longest_k)
     checks.check_offsets(q, q_offsets, k_offsets, q_used, k_used)
     checks.check_dropout("attention_packed", dropout)
-    asked = checks.truth("attention_packed", "deterministic", deterministic), checks.truth("attention_packed", "batch_invariant", batch_invariant)
+    asked = truth("attention_packed", "deterministic", deterministic), truth("attention_packed", "batch_invariant", batch_invariant)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, *asked, kernel)
     x = Operands(checks.scale_of(scale, q), q_offsets, k_offsets, q_used, k_used)
     run = graph.attend
@@ -181,7 +182,7 @@ def paged_attention(
         if decision is not None:
             return decision.run(q, cache, x, return_lse)
     checks.plain("paged_attention", q)
-    invariant = checks.truth("paged_attention", "batch_invariant", batch_invariant)
+    invariant = truth("paged_attention", "batch_invariant", batch_invariant)
     how = How(mask, chain(bias, score, softcap), sinks, None, False, invariant, kernel)
     return paged(q, cache, how, Operands(checks.scale_of(scale, q), q_offsets), longest, return_lse, kind)
 

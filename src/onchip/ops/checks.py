@@ -2,7 +2,6 @@
 
 from numbers import Integral
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,15 +80,6 @@ def check_dropout(name: str, dropout) -> None:
     """Raises TypeError for a tensor, which has no truth; what else is no probability is seen later."""
     if isinstance(dropout, Tensor):
         raise TypeError(f"{name}: dropout is {kind_of(dropout)}; give a probability below 1, Dropout(p, seed, offset) or None")
-
-
-def truth(name: str, what: str, given) -> bool:
-    """What is True or False, numpy's too, as Python's; anything else has a truth that nobody meant ('no' is true), or none."""
-    if given is True or given is False:
-        return given
-    if isinstance(given, np.bool_):
-        return bool(given)
-    raise TypeError(f"{name}: {what} is {kind_of(given) if isinstance(given, Tensor) else repr(given):.60}; give True or False")
 
 
 def check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False, rank_q: int = 0) -> None:

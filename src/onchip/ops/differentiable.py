@@ -50,9 +50,15 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     eager = type(name, (torch.autograd.Function,), {})
     eager.forward = staticmethod(forward)
     eager.setup_context = staticmethod(rule.keep)
-    eager.vmap = staticmethod(functools.partial(_no_vmap, name))
+    eager.vmap = staticmethod(lambda *_: _no_vmap(name))
+    eager.jvp = staticmethod(lambda *_: no_jvp(name))
     again = functools.partial(_Once.apply, name, backward)
-    eager.backward = staticmethod(lambda ctx, *grads: rule.back(ctx, again if torch.is_grad_enabled() else backward, *grads))
+
+    def back(ctx, *grads):
+        _refuse_batches(name, *grads)
+        return rule.back(ctx, again if torch.is_grad_enabled() else backward, *grads)
+
+    eager.backward = staticmethod(back)
 
     def call(*inputs):
         if torch.compiler.is_compiling():
@@ -64,12 +70,24 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     return call
 
 
-def _no_vmap(name: str, *_):
-    raise NotImplementedError(f"{name}: gradients under torch.vmap are not implemented; loop over the batch, or give it as more rows")
+def _no_vmap(name: str):
+    way_out = "loop over the batch (jacrev: chunk_size=1), or give it as more rows"
+    raise NotImplementedError(f"{name}: gradients under torch.vmap, and so jacrev's, are not implemented; {way_out}")
 
 
-def once(name: str, run: Callable):
-    """`run()`, which a backward pass ends with; one that is differentiated itself (create_graph) shall find that its results have no gradients."""
+def no_jvp(name: str):
+    raise NotImplementedError(f"{name}: derivatives in forward mode (jvp, jacfwd) are not implemented; use reverse mode, or torch's own formula")
+
+
+def _refuse_batches(name: str, *grads: Tensor | None) -> None:
+    """Of backward passes at once (is_grads_batched), as torch makes them without torch.func."""
+    if any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in grads):
+        _no_vmap(name)
+
+
+def once(name: str, run: Callable, *grads: Tensor | None):
+    """`run()` of these gradients, which a backward pass ends with; one that is differentiated itself (create_graph) shall find that its results have none."""
+    _refuse_batches(name, *grads)
     return _Once.apply(name, lambda _: run(), torch.empty((), requires_grad=True)) if torch.is_grad_enabled() else run()
 
 
@@ -84,6 +102,14 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.name = inputs[0]
+
+    @staticmethod
+    def vmap(info, dims, name: str, *_):
+        _no_vmap(name)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        no_jvp(ctx.name)
 
     @staticmethod
     def backward(ctx, *grads):

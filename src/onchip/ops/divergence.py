@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import COLD, check_numbers, check_tensors
+from onchip.core.arguments import check_numbers, check_temperature, check_tensors
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, autocast, differentiable
@@ -121,7 +121,7 @@ def _check_teacher(name: str, **given: Tensor | None) -> None:
 
 def _check_numbers(name: str, beta: float, temperature: float) -> None:
     check_numbers(name, beta=beta)
-    check_numbers(name, COLD, temperature=temperature)
+    check_temperature(name, temperature=temperature)
     if not 0 <= beta <= 1:
         raise ValueError(f"{name}: beta is {beta}; give 0 to 1")
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onchip.core.arguments import check_tensors
+from onchip.core.arguments import check_tensors, truth
 from onchip.core.losses import ENTROPY, LOG_PROB, WEIGHT, LossTerms
+from onchip.core.trace import readable
 from onchip.ops.differentiable import Rule, autocast, differentiable
 from onchip.ops.losses import row_shapes, wanted, written_over
 from onchip.ops.vocabulary import (
@@ -72,6 +73,7 @@ def linear_cross_entropy(
     check_reduction("linear_cross_entropy", reduction)
     check_tensors("linear_cross_entropy", hidden=hidden, weight=weight, bias=bias, targets=targets)
     hidden, weight, bias = autocast(hidden, weight, bias)
+    per_token = truth("linear_cross_entropy", "per_token", per_token)
     call = _check("linear_cross_entropy", hidden, weight, bias, targets, terms, per_token, kernel)
     operands = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), *weights_of(call, terms.class_weights, hidden.dtype)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands[:3]]
@@ -117,7 +119,8 @@ def _check(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, targe
     vocab = len(weight)
     if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
         raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)}; give {weight.dtype} [{vocab}]")
-    if torch._C._are_functorch_transforms_active() and any(torch._C._functorch.is_batchedtensor(t) for t in (hidden, weight, targets)):
+    given = (hidden, weight, bias, targets, terms.class_weights)
+    if torch._C._are_functorch_transforms_active() and any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in given):
         raise NotImplementedError(f"{name}: torch.vmap is not implemented: chunks of logits share one memory; give the batch as more tokens, or loop over it")
     check_targets(name, targets, hidden.shape[:-1])
     return call_of(name, hidden, vocab, terms, entropy, kernel)
@@ -157,10 +160,14 @@ def chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> It
 
 
 class Sums:
-    """The gradients of hidden, weight and bias, as chunks come in; None where not wanted. `counts` [tokens]: others hold anything, or None: all do."""
+    """The gradients of hidden, weight and bias, as chunks come in; None where not wanted. `counts` [tokens]: others hold anything, or None: all do.
+
+    0 times NaN is NaN, so the weight's product reads a copy of hidden in which rows that do not count are 0: it lies where hidden's own gradient will be.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], size: int, counts: Tensor | None):
-        self.inputs, self.counts = (hidden, weight), counts
+        self.inputs = hidden, weight
+        self.counts = None if counts is None or (readable(counts) and counts.all()) else counts[:, None]
         count = -(-len(hidden) // max(1, size))
         self.narrow = count <= IN_WEIGHTS_DTYPE or weight.element_size() > 2
         dtype = weight.dtype if self.narrow else torch.float32
@@ -168,19 +175,22 @@ class Sums:
         self.weight = torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None
         if needs[1] and (count == 0 or not self.narrow):
             self.weight.zero_()
+        self.zero = hidden.new_zeros(())
         self.bias = torch.zeros(len(weight), dtype=torch.float32 if weight.element_size() < 4 else weight.dtype, device=weight.device) if needs[2] else None
 
     def add(self, of: slice, d_logits: Tensor) -> None:
         hidden, weight = self.inputs
+        if self.weight is not None:
+            hidden = hidden[of]
+            if self.counts is not None:
+                hidden = torch.where(self.counts[of], hidden, self.zero, out=None if self.hidden is None else self.hidden[of])
+            if self.narrow:
+                self.weight.addmm_(d_logits.t(), hidden, beta=float(of.start > 0))
+            else:  # a chunk's part is rounded once, which is little of the whole
+                for rows in range(0, len(weight), 1 << 14):
+                    self.weight[rows : rows + (1 << 14)] += d_logits[:, rows : rows + (1 << 14)].t() @ hidden
         if self.hidden is not None:
             torch.mm(d_logits, weight, out=self.hidden[of])
-        if self.weight is not None:  # a copy of a chunk's rows: of those that do not count, 0 times NaN would be NaN
-            hidden = hidden[of] if self.counts is None else hidden[of].masked_fill(~self.counts[of, None], 0)
-        if self.weight is not None and self.narrow:
-            self.weight.addmm_(d_logits.t(), hidden, beta=float(of.start > 0))
-        elif self.weight is not None:  # a chunk's part is rounded once, which is little of the whole
-            for rows in range(0, len(weight), 1 << 14):
-                self.weight[rows : rows + (1 << 14)] += d_logits[:, rows : rows + (1 << 14)].t() @ hidden
         if self.bias is not None:
             self.bias += d_logits.sum(0, dtype=self.bias.dtype)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.core import philox
-from onchip.core.arguments import check_tensors
+from onchip.core.arguments import check_tensors, truth
 from onchip.core.problem import Dropout, Rows
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, as_autocast, differentiable
@@ -57,7 +57,7 @@ def dropout_add(
         x, residual = x.to(wide), residual.to(wide)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"dropout_add: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
-    if not training or dropout.p == 0:
+    if not truth("dropout_add", "training", training) or dropout.p == 0:
         return x if residual is None else x + residual
     return _drop(x, residual, dropout.p, philox.draw(x.device, dropout.seed, dropout.offset), kernel)
 

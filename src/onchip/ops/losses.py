@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_tensors
+from onchip.core.arguments import check_tensors, truth
 from onchip.core.losses import ENTROPY, WEIGHT, LossTerms
 from onchip.core.problem import exact_of
 from onchip.dispatch import select
@@ -48,7 +48,7 @@ def cross_entropy(
     check_targets("cross_entropy", targets, logits.shape[:-1])
     call = call_of("cross_entropy", logits, logits.shape[-1], terms, False, kernel)
     weights = weights_of(call, terms.class_weights, logits.dtype)
-    if in_place and logits.requires_grad and torch.is_grad_enabled():
+    if truth("cross_entropy", "in_place", in_place) and logits.requires_grad and torch.is_grad_enabled():
         return _in_place(logits, targets, *weights, call, reduction)
     loss, stats = _rows(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), *weights, *call)
     return loss.view(targets.shape) if reduction == "none" else reduced(loss, stats[WEIGHT], reduction)

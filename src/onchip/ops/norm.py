@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onchip.core import philox
-from onchip.core.arguments import check_numbers, check_tensors
+from onchip.core.arguments import check_numbers, check_tensors, truth
 from onchip.core.norms import CODES, TENSORS, Modulate, Norm, Residual, RowCodes, SiluGate
 from onchip.core.problem import Dropout, Rows
 from onchip.dispatch import select
@@ -42,7 +42,7 @@ def rms_norm(
     Differentiable in every tensor, but not with codes. Raises ValueError for shapes that disagree.
     """
     plain = isinstance(x, Tensor) and isinstance(weight, Tensor) and bias is None and after is None
-    plain = plain and x.ndim > 0 and weight.ndim == 1 and x.layout == torch.strided and weight.device == x.device
+    plain = plain and x.ndim > 0 and weight.ndim == 1 and x.layout == torch.strided and weight.device == x.device and weight.is_floating_point()
     plain = plain and (residual is None or (isinstance(residual, Tensor) and residual.dtype == x.dtype))
     if plain and forward_ad._current_level < 0 and not (torch.is_grad_enabled() and _trains(x, weight, residual)):
         return _rms_norm(x, weight, eps, offset, residual, kernel)
@@ -183,7 +183,7 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
             raise TypeError(f"{name}: residual is a {type(residual).__name__}; give a tensor like x, or a Residual")
         check_tensors(name, residual=residual.stream, x=x, gate=residual.gate, row_scale=residual.row_scale)
         of.like("residual", residual.stream, (x.dtype, torch.float32))
-        if residual.in_place and not _in_rows(residual.stream):
+        if truth(name, "in_place", residual.in_place) and not _in_rows(residual.stream):
             raise ValueError(
                 f"{name}: in_place=True needs a residual whose rows are contiguous, each in a place of its own; call .contiguous() first, or leave in_place out"
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 from onchip.core.norms import CODES, TENSORS, Norm, Normed, NormGrads, words
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
-from onchip.ops.differentiable import once
+from onchip.ops.differentiable import no_jvp, once
 
 
 def forward(x: Tensor, norm: Norm, kernel: str) -> Normed:
@@ -65,7 +65,11 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor | None, d_total: Tensor | None):
-        return None, None, *once("norm", lambda: ctx.wanted.all(backward(ctx.wanted.names, *_kept(ctx, dy, d_total), ctx.kernel)))
+        return None, None, *once("norm", lambda: ctx.wanted.all(backward(ctx.wanted.names, *_kept(ctx, dy, d_total), ctx.kernel)), dy, d_total)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        no_jvp("norm")
 
 
 def _keep(ctx, norm: Norm, x: Tensor, normed: Normed) -> None:

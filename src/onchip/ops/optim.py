@@ -173,16 +173,22 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _check_group(group: dict) -> None:
-    lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    """In each step, of each group: what asks of everything what kind it is (3 us) is left for numbers that are no floats in their range."""
+    lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    plain = type(lr) is type(eps) is type(decay) is float and type(betas) is tuple and len(betas) == 2 and type(betas[0]) is type(betas[1]) is float
+    if not (plain and 0 <= lr < math.inf and 0 <= betas[0] < 1 and 0 <= betas[1] < 1 and 0 <= eps < math.inf and 0 <= decay < math.inf):
+        _check_numbers(lr, betas, eps, decay)
+    if group.get("amsgrad") or group.get("maximize") or (decay and not group.get("decoupled_weight_decay", True)):
+        raise ValueError("AdamW: a group has amsgrad, maximize or weight decay as Adam's, which this step does not know; use torch.optim.AdamW or Adam")
+
+
+def _check_numbers(lr: float | Tensor, betas: tuple[float, float], eps: float, decay: float) -> None:
     check_pair("AdamW", betas=betas)
     check_numbers("AdamW", **({} if isinstance(lr, Tensor) else {"lr": lr}), eps=eps, weight_decay=decay)
     rate = lr.ndim == 0 if isinstance(lr, Tensor) else 0 <= lr < math.inf
     if not all(0 <= beta < 1 for beta in betas) or not 0 <= eps < math.inf or not 0 <= decay < math.inf or not rate:
         given = f"lr={lr}, betas={betas}, eps={eps}, weight_decay={decay}"
         raise ValueError(f"AdamW: {given}; betas lie in [0, 1), the others are not negative numbers, or lr a tensor []")
-    coupled = decay and not group.get("decoupled_weight_decay", True)
-    if group.get("amsgrad") or group.get("maximize") or coupled:
-        raise ValueError("AdamW: a group has amsgrad, maximize or weight decay as Adam's, which this step does not know; use torch.optim.AdamW or Adam")
 
 
 def _in_order(g: Tensor, p: Tensor) -> Tensor:

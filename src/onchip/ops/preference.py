@@ -4,6 +4,7 @@
 >>> onchip.dpo(onchip.Pair(chosen, rejected), onchip.Pair(*reference)).mean().backward()
 
 Gradients are autograd's through the formula, and the fused product's below it. What comes back is a number for each pair or answer, but for `grpo`.
+beta, margin and weights are numbers, or float tensors of one or of one a row, which get gradients and are not looked at; those of a Policy are numbers.
 """
 
 import math
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core.arguments import check_count, check_numbers, check_pair, check_tensors
+from onchip.core.arguments import check_count, check_numbers, check_pair, check_tensors, truth
 from onchip.core.losses import LossTerms
 from onchip.ops.linear_losses import token_log_probs
 
@@ -68,50 +69,51 @@ def sequence_log_probs(
     kernel: str = "auto",
 ) -> Tensor:
     """The log-probability of each answer, float32 [answers]: the sum over its tokens that are not ignored, or their mean (NaN of none)."""
+    mean = truth("sequence_log_probs", "mean", mean)
     log_prob = token_log_probs(hidden, weight, targets, terms, bias=bias, kernel=kernel).log_prob.sum(-1)
     return log_prob / (targets != terms.ignore_index).sum(-1) if mean else log_prob
 
 
-def dpo(policy: Pair, reference: Pair, *, beta: float = 0.1, smoothing: float = 0.0, loss: str = "sigmoid") -> Tensor:
+def dpo(policy: Pair, reference: Pair, *, beta: float | Tensor = 0.1, smoothing: float = 0.0, loss: str = "sigmoid") -> Tensor:
     """Direct preference optimisation, [pairs] (Rafailov et al., 2023): `-log sigmoid(beta m)`, m the log-ratio of chosen to rejected over the reference's.
 
     smoothing   the share of labels that are turned round (cDPO; Mitchell, 2023).
     loss        "sigmoid"; "hinge", `relu(1 - beta m)` (SLiC; Zhao et al., 2023); "ipo", `(m - 1 / 2 beta)^2` of mean log-probabilities (Azar et al., 2023).
     """
     policy, reference = _pair("dpo", policy), _pair("dpo", reference)
-    _check("dpo", beta, *policy, *reference)
+    beta = _check("dpo", beta, *policy, *reference)
     if loss not in (*DPO_LOSSES,):  # a list is one of no dict
         raise ValueError(f"dpo: loss={loss!r} is not one of {', '.join(DPO_LOSSES)}")
     check_numbers("dpo", smoothing=smoothing)
-    if not 0 <= smoothing <= 1 or (loss == "ipo" and not beta):
+    if not 0 <= smoothing <= 1 or (loss == "ipo" and not isinstance(beta, Tensor) and not beta):
         raise ValueError(f"dpo: smoothing is {smoothing}, beta {beta}; give 0 to 1, and more than 0 where the loss is 'ipo'")
     margin, of = (policy.chosen - policy.rejected) - (reference.chosen - reference.rejected), DPO_LOSSES[loss]
     return (1 - smoothing) * of(margin, beta) + smoothing * of(-margin, beta) if smoothing else of(margin, beta)
 
 
-def simpo(policy: Pair, *, beta: float = 2.0, margin: float = 1.0) -> Tensor:
+def simpo(policy: Pair, *, beta: float | Tensor = 2.0, margin: float | Tensor = 1.0) -> Tensor:
     """`-log sigmoid(beta (chosen - rejected) - margin)` of mean log-probabilities, [pairs], without a reference (SimPO; Meng et al., 2024)."""
     policy = _pair("simpo", policy)
-    _check("simpo", beta, *policy)
-    check_numbers("simpo", margin=margin)
+    beta = _check("simpo", beta, *policy)
+    margin = _factor("simpo", policy.chosen, None, margin=margin)
     return -F.logsigmoid(beta * (policy.chosen - policy.rejected) - margin)
 
 
-def cpo(policy: Pair, nll: Tensor, *, beta: float = 0.1, weight: float = 1.0) -> Tensor:
+def cpo(policy: Pair, nll: Tensor, *, beta: float | Tensor = 0.1, weight: float | Tensor = 1.0) -> Tensor:
     """Contrastive preference optimisation, [pairs] (Xu et al., 2024): `-log sigmoid(beta (chosen - rejected)) + weight nll`, nll that of the chosen answers."""
     policy = _pair("cpo", policy)
-    _check("cpo", beta, *policy, nll)
-    check_numbers("cpo", weight=weight)
+    beta = _check("cpo", beta, *policy, nll)
+    weight = _factor("cpo", nll, None, weight=weight)
     return -F.logsigmoid(beta * (policy.chosen - policy.rejected)) + weight * nll
 
 
-def orpo(policy: Pair, nll: Tensor, *, beta: float = 0.1) -> Tensor:
+def orpo(policy: Pair, nll: Tensor, *, beta: float | Tensor = 0.1) -> Tensor:
     """Odds-ratio preference optimisation, [pairs] (Hong et al., 2024): `nll - beta log sigmoid(log odds(chosen) - log odds(rejected))`.
 
     Of mean log-probabilities below 0: `log odds(l) = l - log(1 - exp l)`.
     """
     policy = _pair("orpo", policy)
-    _check("orpo", beta, *policy, nll)
+    beta = _check("orpo", beta, *policy, nll)
     return nll - beta * F.logsigmoid(_log_odds(policy.chosen) - _log_odds(policy.rejected))
 
 
@@ -128,8 +130,8 @@ def kto(
     desirable: Tensor,  # [answers] bool
     divergence: Tensor,  # []
     *,
-    beta: float = 0.1,
-    weights: tuple[float, float] = (1.0, 1.0),
+    beta: float | Tensor = 0.1,
+    weights: tuple[float | Tensor, float | Tensor] | Tensor = (1.0, 1.0),
 ) -> Tensor:
     """Kahneman-Tversky optimisation of answers that were liked or not, [answers] (Ethayarajh et al., 2024).
 
@@ -138,8 +140,10 @@ def kto(
     divergence   z, the policy's from the reference on answers of other prompts: taken from 0 up, without gradients.
     weights      w of desirable answers and of others, each 0 or more.
     """
-    _check("kto", beta, policy, reference)
-    check_pair("kto", 0, weights=weights)
+    beta = _check("kto", beta, policy, reference)
+    if not isinstance(weights, (tuple, list, Tensor)) or (isinstance(weights, Tensor) and not weights.ndim) or len(weights) != 2:
+        raise TypeError(f"kto: weights is {weights!r:.60}; give two numbers, or two tensors")
+    weights = [_factor("kto", policy, 0, **{f"weights[{n}]": weight}) for n, weight in enumerate(weights)]
     check_tensors("kto", policy=policy, desirable=desirable, divergence=divergence)
     if desirable.dtype != torch.bool or desirable.shape != policy.shape:
         raise ValueError(f"kto: desirable is {desirable.dtype} {list(desirable.shape)}; give bools {list(policy.shape)}")
@@ -168,6 +172,7 @@ def grpo(
         raise TypeError(f"grpo: how is a {type(how).__name__}; give GRPO, or a Policy")
     check_pair("grpo", 0, clip=how.clip)
     check_count("grpo", 0, length=how.length)
+    check_numbers("grpo", 0, beta=how.beta)
     _check("grpo", how.beta, log_prob, old, *([] if reference is None else [reference]))
     check_tensors("grpo", log_prob=log_prob, advantages=advantages, counts=counts)
     advantages = advantages.unsqueeze(-1) if advantages.ndim == log_prob.ndim - 1 else advantages
@@ -204,13 +209,27 @@ def _pair(name: str, given: Pair) -> Pair:
     return Pair(*given)
 
 
-def _check(name: str, beta: float, *log_probs: Tensor) -> None:
-    check_numbers(name, 0, beta=beta)
-    if beta == math.inf:
-        raise ValueError(f"{name}: beta is {beta}; give 0 or more, but a number")
+def _check(name: str, beta: float | Tensor, *log_probs: Tensor) -> float | Tensor:
+    """beta, as `_factor`."""
     check_tensors(name, **{f"log-probabilities {n}": t for n, t in enumerate(log_probs, 1)})
     if odd := [str(t.dtype) for t in log_probs if not t.is_floating_point()]:
         raise ValueError(f"{name}: log-probabilities are {', '.join(odd)}; give floats")
     shapes = [list(t.shape) for t in log_probs]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{name}: log-probabilities are {', '.join(map(str, shapes))}; they must be of one shape")
+    beta = _factor(name, log_probs[0], 0, beta=beta)
+    if not isinstance(beta, Tensor) and beta == math.inf:
+        raise ValueError(f"{name}: beta is {beta}; give 0 or more, but a number")
+    return beta
+
+
+def _factor(name: str, like: Tensor, least: float | None, **given: float | Tensor) -> float | Tensor:
+    """A number, `least` or more; or a tensor, one or one a row: it keeps its gradient, and nobody waits to look at what it holds."""
+    ((what, factor),) = given.items()
+    if not isinstance(factor, Tensor):
+        check_numbers(name, least, **given)
+        return factor
+    check_tensors(name, **{"log-probabilities 1": like}, **given)
+    if not factor.is_floating_point() or (factor.numel() != 1 and factor.shape != like.shape):
+        raise ValueError(f"{name}: {what} is {factor.dtype} {list(factor.shape)}; give a number, or floats [] or {list(like.shape)}")
+    return factor.reshape(()) if factor.numel() == 1 else factor

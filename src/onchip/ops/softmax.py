@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import COLD, check_numbers, check_tensors
+from onchip.core.arguments import check_temperature, check_tensors
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
@@ -37,7 +37,7 @@ def log_softmax(
 
 def _checked(name: str, x: Tensor, mask: Tensor | None, temperature: float) -> tuple[Tensor | None, float]:
     check_tensors(name, x=x, mask=mask)
-    check_numbers(name, COLD, temperature=temperature)
+    check_temperature(name, temperature=temperature)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name}: x is {list(x.shape)}; its last dimension must hold something")
     if mask is None:

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onchip.core.arguments import COLD, check_numbers, check_tensors
+from onchip.core.arguments import COLD, HOT, check_numbers, check_tensors
 from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss, Shard
 from onchip.core.parts import check_whole
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
-from onchip.ops.differentiable import once
+from onchip.ops.differentiable import no_jvp, once
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -54,8 +54,8 @@ def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, k
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
         ("z_loss", z_loss, 0 <= z_loss < math.inf, "0 or more, but a number"),
-        ("softcap", softcap, softcap == 0 or COLD <= softcap < math.inf, "0 for none, or 1e-30 or more, but a number"),
-        ("temperature", temperature, temperature >= COLD, "1e-30 or more"),
+        ("softcap", softcap, softcap == 0 or COLD <= softcap <= HOT, "0 for none, or 1e-30 to 1e30"),
+        ("temperature", temperature, COLD <= temperature <= HOT, "1e-30 to 1e30"),
     ):
         if not fine:
             raise ValueError(f"{name}: terms.{term} is {value}; give {accepted}")
@@ -189,7 +189,11 @@ class _Held(torch.autograd.Function):
         if ctx.held is None:
             raise RuntimeError("the gradients of this loss were given in its first backward pass, and scaled in place; call the loss again")
         held, ctx.held = ctx.held, None
-        return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held])
+        return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held], g)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        no_jvp("loss")
 
 
 def held(name: str, run, *inputs: Tensor | None) -> tuple[Tensor, ...]:

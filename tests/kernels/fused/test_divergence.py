@@ -94,6 +94,19 @@ def test_words_that_cannot_be(kernel, device):
     assert divergence(teacher, teacher, counts=torch.zeros(1, dtype=torch.bool, device=device), kernel=kernel).isnan()
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_rows_that_are_no_distribution(beta, kernel, device):
+    """A logit of NaN, and a row of -inf: both sides' make the loss and the row's gradient NaN, and no other row's."""
+    student, teacher = torch.randn(5, 6, device=device), torch.randn(5, 6, device=device)
+    student[0, 2] = teacher[1, 3] = torch.nan
+    student[2] = teacher[3] = -torch.inf
+    loss = divergence(student.requires_grad_(), teacher, beta=beta, reduction="none", kernel=kernel)
+    assert loss[:4].isnan().all() and loss[4].isfinite()
+    (d,) = torch.autograd.grad(loss, student, torch.ones_like(loss))
+    assert d[:4].isnan().any(-1).all() and d[4].isfinite().all()
+
+
 def test_bad_arguments():
     x = torch.zeros(2, 5)
     for call, words in (

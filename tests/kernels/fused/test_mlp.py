@@ -126,6 +126,12 @@ def test_infinity_and_nan_stay(act, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_the_square_of_infinities(kernel, device):
+    x = torch.tensor([-torch.inf, torch.inf, torch.nan], device=device)
+    torch.testing.assert_close(activate(x, "relu2", kernel=kernel), torch.tensor([0.0, torch.inf, torch.nan], device=device), equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_any_strides_and_leading_dimensions(kernel, device):
     x = torch.randn(2, 3, 96, device=device)
     expected = gated_act(x, kernel=kernel)

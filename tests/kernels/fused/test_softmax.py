@@ -180,8 +180,9 @@ def test_the_problems_of_a_call(device):
 def test_bad_arguments():
     x = torch.zeros(2, 5)
     for keywords, words in (
-        ({"temperature": 0.0}, "temperature is 0.0; give 1e-30 or more"),
-        ({"temperature": 1e-40}, "temperature is 1e-40; give 1e-30 or more"),
+        ({"temperature": 0.0}, "temperature is 0.0; give 1e-30 to 1e30"),
+        ({"temperature": 1e-40}, "temperature is 1e-40; give 1e-30 to 1e30"),
+        ({"temperature": torch.inf}, "temperature is inf; give 1e-30 to 1e30"),
         ({"mask": torch.ones(3)}, r"mask is \[3\]; give a shape that broadcasts to \[2, 5\]"),
         ({"mask": torch.ones(5, dtype=torch.int32)}, "mask is torch.int32; give bools, or floats without gradients"),
         ({"mask": torch.ones(5, requires_grad=True)}, "which requires gradients"),

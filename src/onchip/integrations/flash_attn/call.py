@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import truth
 from onchip.core.bands import Band, Causal, Full, Mask, Window
 from onchip.core.kernel import Unsupported
 from onchip.core.parts import by_name, check_sizes
@@ -14,7 +15,6 @@ from onchip.core.scores import ALiBi, Score, Softcap, chain
 from onchip.core.trace import Place
 from onchip.ops.attend import How, attention_backward, dense_sizes, longest_of, packed_sizes, problem_of
 from onchip.ops.attention import attention, attention_packed
-from onchip.ops.checks import truth
 
 FP8 = torch.float8_e4m3fn
 

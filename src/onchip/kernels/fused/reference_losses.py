@@ -97,7 +97,7 @@ def divergence(problem: Rows, config: None, student: Tensor, teacher: Tensor, co
     z = [t.to(exact_of(t.dtype)) / temperature for t in (student, teacher)]
     q, p = (t.log_softmax(-1) for t in z)
     m = p if beta == 1 else q if beta == 0 else torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
-    of_q, of_p = (torch.where(t.exp() > 0, t.exp() * (t - m), 0).sum(-1) for t in (q, p))
+    of_q, of_p = (torch.where(t.exp() == 0, 0, t.exp() * (t - m)).sum(-1) for t in (q, p))
     loss = of_p if beta == 0 else of_q if beta == 1 else beta * of_p + (1 - beta) * of_q
     top = [t.amax(-1) for t in z]
     stats = torch.stack((*(f for t, at in zip(z, top, strict=True) for f in (at, (t - at[:, None]).logsumexp(-1))), loss, of_q))
@@ -113,6 +113,6 @@ def divergence_backward(
         d = q.exp() - p.exp()
     else:
         m = p if beta == 1 else torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
-        d = (1 if beta == 1 else 1 - beta) * torch.where(q.exp() > 0, q.exp() * (q - m - stats[5, :, None]), 0)
+        d = (1 if beta == 1 else 1 - beta) * torch.where(q.exp() == 0, 0, q.exp() * (q - m - stats[5, :, None]))
     d = d * (g / temperature)[:, None]
     return out.copy_(d if counts is None else torch.where(counts[:, None], d, 0))
