@@ -28,6 +28,7 @@ from onchip.server.app import Limits, build
 from onchip.server.embeddings import Embeddings
 from onchip.server.guard import read_keys
 from onchip.server.replies import Plain, Spelled, Word, words
+from onchip.server.serving import Job
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "why wait"}], "temperature": 0, "max_tokens": 12}
 PERSON = {
@@ -229,6 +230,18 @@ def test_prompts_become_text_once_and_elsewhere(live, llm, monkeypatch):
     assert seen == [(3, "asyncio"), (1, "asyncio")]
     answer = live.http.post("/v1/completions", json={"model": "tiny", "prompt": [[1]] * 12_000})
     assert answer.status_code == 400 and "prompt: 12000 entries are more than 10000; give fewer" in answer.text
+
+
+def test_an_echo_that_fails_leaves_no_job(live, llm, monkeypatch):
+    def fails(ids):
+        raise MemoryError
+
+    closed = []
+    monkeypatch.setattr(llm.tokenizer, "decode", fails)
+    monkeypatch.setattr(Job, "close", lambda job, close=Job.close: (closed.append(job), close(job)))
+    assert live.http.post("/v1/completions", json={"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 100, "echo": True}).status_code == 500
+    assert len(closed) == 1
+    until(lambda: llm.idle)
 
 
 def test_a_prompt_seen_before_comes_from_the_cache(live):

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
 
@@ -229,7 +229,10 @@ def build(
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         job = await front.submit(body, len(body.prompt), lambda: front.plain(body.prompt))
-        echoes = await asyncio.to_thread(front.echoes, body.prompt, body.samples) if body.echo else None
+        with ExitStack() as undo:  # a job that nobody will read
+            undo.callback(job.close)
+            echoes = await asyncio.to_thread(front.echoes, body.prompt, body.samples) if body.echo else None
+            undo.pop_all()
         return await _answer(Reply(Plain(echoes), body.model, job, front.spell), body, request)
 
     @app.post("/v1/embeddings")
