@@ -101,7 +101,7 @@ OTHERS = {
     "d40": (40, {"mask": Causal()}),
     "document": (64, {"mask": DOCUMENTS, "scale": 0.1}),
     "sinks, softcap": (96, {"softcap": 3.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
-    "score, in order": (64, {"score": onchip.ALiBi(torch.tensor([0.1, 0.2, 0.3, 0.4])), "mask": Causal(), "deterministic": True}),
+    "score, in order": (64, {"slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]), "mask": Causal(), "deterministic": True}),
     "dropout": (32, {"dropout": onchip.Dropout(0.3, 1)}),
 }
 
@@ -115,6 +115,8 @@ def test_what_no_kernel_multiplies_in_8_bits(name, share, device):
     how = {what: given.to(device) if isinstance(given, torch.Tensor) else given for what, given in how.items()}
     if name == "document":
         how["mask"] = Document(DOCUMENTS.ids.to(device))
+    if "slopes" in how:
+        how["score"] = onchip.ALiBi(how.pop("slopes"))
     leaves = [t.requires_grad_() for t in inputs(device, 40, 40, dim=dim)]
     quantised = onchip.quantise(*leaves, share=share)
     out, lse = onchip.attention(*quantised, return_lse=True, kernel="bf16_of_e4m3", **how)

@@ -224,6 +224,16 @@ def test_decode_mods(mod):
     assert "cp.async.cg" in facts.ptx and "mma.sync" in facts.ptx
 
 
+@pytest.mark.parametrize("mod", [
+    {"mask": masks.as_mask(lambda b, h, i, j: i > h)}, {"score": scores.chain(None, lambda s, b, h, i, j: (i + h).float(), None)},
+    {"mask": masks.as_mask(lambda b, h, i, j: b < 3)}, {"mask": masks.as_mask(lambda b, h, i, j: j > 5)},
+], ids=["mask of rows", "score of rows", "mask of sequences", "mask of keys"])  # fmt: skip
+def test_shares_of_less_than_a_tile(mod):
+    """Scores of a warp's own keys have an axis more than the rows that a function may look at alone."""
+    how, facts, _ = decode("sm_90", 128, module=triton_shares, **mod)
+    assert how.warps > 1 and facts.spills <= 64
+
+
 @pytest.mark.parametrize(("arch", "dim", "dim_v", "heads", "dtype"), [
     ("sm_80", 576, 512, 16, BF16), ("sm_90", 576, 512, 64, BF16), ("sm_90", 256, 0, 16, FP32), ("gfx942", 576, 512, 16, BF16),
     pytest.param("sm_90", 64, 256, 32, BF16, marks=wide), pytest.param("sm_90", 192, 128, 64, BF16, marks=wide),

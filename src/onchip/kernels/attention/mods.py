@@ -516,7 +516,7 @@ def _function(name: str, parameters: str, lines: Sequence[str], out: str):
 
 def _tile(out: _Value, kind: str) -> str:
     code = f"tl.cast({out.as_(kind)}, {'tl.int1' if kind == 'bool' else 'tl.float32'})"
-    if not out.axes:  # of no place: Gluon broadcasts a number in an operation alone
+    if "j" not in out.axes:  # an operation alone broadcasts a number in Gluon, and rows to keys that have an axis more (of warps)
         return f"(i + j == i + j) & {code}" if kind == "bool" else f"tl.cast((i + j) * 0, tl.float32) + {code}"
     return f"tl.broadcast_to({code}, (i + j).shape)"
 
