@@ -1,5 +1,7 @@
 """The page pool: nothing is lost, nothing is given twice, and running out changes nothing."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import settings
@@ -354,8 +356,8 @@ def test_free_pages_cannot_be_shared():
             with pytest.raises(ValueError, match=f"page {pages[1]} is (free|none of this pool)"):
                 call(pages)
             assert ([*p._holders], sorted(p._free)) == before
-    for call in (p.drop, p.share):
-        with pytest.raises(TypeError, match="pages are a tensor; give a list of numbers, as its tolist"):
-            call(p.table([a])[0])
+    for call, pages in itertools.product((p.drop, p.share), (p.table([a])[0], [*p.table([a])[0]])):
+        with pytest.raises(TypeError, match="pages are tensors; give a list of numbers, as its tolist"):
+            call(pages)
     assert ([*p._holders], sorted(p._free)) == before
     assert p.holders(3) == 0 and p.append(PageList(), 0).dtype == torch.int64

@@ -135,6 +135,8 @@ def test_a_prompt_alone_may_fill_the_context(llm, tmp_path, settings):
         assert [(done.text, done.tokens, done.logprobs, done.reason) for done in found] == [("", [], [], "length")] * 2 and len(other.tokens) == 12
         assert len(found[0].prompt_logprobs) == 128 and found[0].prompt_logprobs == found[1].prompt_logprobs
         assert [one.logprob for one in found[0].prompt_logprobs[1:-1]] == pytest.approx([one.logprob for one in expected[1:]], abs=1e-4)
+    forbidden = SamplingParams(max_tokens=0, grammar=Grammar("regex", "a"), logit_bias=dict.fromkeys(range(own.config.vocab), -math.inf))
+    assert [done.reason for done in own.generate(["one two"], forbidden)] == ["length"]  # what nobody wants may be forbidden
     own.forget()
     assert own.pool.num_free == own.pool.num_pages
     with pytest.raises(ValueError, match="prompt 0 has 129 tokens, the context is 128, none of them for the answer"):

@@ -291,6 +291,8 @@ def test_bad_arguments(change, words):
             token_log_probs(**call)
     with pytest.raises(ValueError, match="the vocabulary has 0 words"):
         linear_divergence(*(Head(torch.zeros(3, 4), torch.zeros(0, 4)),) * 2)
+    with pytest.raises(TypeError, match=r"linear_cross_entropy: terms is a NoneType; give LossTerms\(...\)"):
+        linear_cross_entropy(torch.zeros(3, 4), torch.zeros(9, 4), torch.zeros(3, dtype=torch.int64), None)
     with pytest.raises(ValueError, match="which only a loss has"):
         token_log_probs(torch.zeros(3, 4), torch.zeros(9, 4), torch.zeros(3, dtype=torch.int64), TERMS)
 

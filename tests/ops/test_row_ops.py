@@ -143,7 +143,8 @@ def test_a_gradient_of_a_gradient_is_refused(name):
     function = TWICE[name]
     x = torch.randn(T, W, requires_grad=True)
     (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match=f"{name.split()[0]}: gradients of gradients"):
+    said = {"loss": "linear_cross_entropy", "loss in place": "cross_entropy with in_place=True"}.get(name, name.split()[0])
+    with pytest.raises(NotImplementedError, match=f"{said}: gradients of gradients"):
         grad.sum().backward()
     assert torch.equal(torch.autograd.grad(function(x).sum(), x)[0], grad.detach())
     if name in ("activation", "linear_tokens"):
@@ -159,6 +160,15 @@ def test_a_tangent_is_refused(name):
             x = x.requires_grad_()
         with pytest.raises(NotImplementedError, match=r"derivatives in forward mode \(jvp, jacfwd\) are not implemented; use reverse mode"):
             TWICE[name](x)
+
+
+def test_a_tangent_is_refused_before_logits_are_written_over():
+    with forward_ad.dual_level():
+        logits = forward_ad.make_dual(torch.randn(T, W), torch.randn(T, W)).requires_grad_() * 1
+        before = logits.detach().clone()
+        with pytest.raises(NotImplementedError, match=r"cross_entropy with in_place=True: derivatives in forward mode"):
+            onchip.cross_entropy(logits, torch.arange(T), in_place=True)
+        assert torch.equal(forward_ad.unpack_dual(logits.detach()).primal, before)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +238,8 @@ def test_backward_passes_at_once():
             torch.autograd.grad(ours(x), x, eye, is_grads_batched=True)
     for y in (onchip.linear_cross_entropy(x, weight, targets), onchip.layer_norm(x)):
         with pytest.raises(NotImplementedError, match=r"gradients under torch.vmap, and so jacrev's, are not implemented; loop over"):
-            torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+            torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True, retain_graph=True)
+        torch.autograd.grad(y.sum(), x)  # a loss that holds its gradients has them still
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])

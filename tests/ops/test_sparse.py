@@ -233,12 +233,14 @@ def test_bounds_of_what_is_no_cache():
         (cache._replace(k=cache.k[0]), r"k is torch.float32 \[16, 2, 32\] on cpu; give \[pages, page, kv_heads, dim\]"),
         (cache._replace(k=None), "k is a NoneType; give"),
         (cache._replace(page_table=None), "page_table is a NoneType; give"),
-        (cache._replace(lengths=3), "page_table is .*; give|lengths are a int; give"),
+        (cache._replace(lengths=3), "lengths are a int; give int32"),
+        (cache._replace(lengths=cache.lengths[:1]), r"lengths are .*; give int32 \[4\]"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^page_bounds: {words}"):
             page_bounds(wrong)
-        with pytest.raises(TypeError, match=r"^append_bounds: bounds are .*; give what page_bounds makes"):
-            append_bounds(wrong, torch.zeros(1, 2, 32), torch.zeros(1).long(), 16)
+        for none in (wrong, PageBounds(1, 2)):
+            with pytest.raises(TypeError, match=r"^append_bounds: bounds are .*; give what page_bounds makes"):
+                append_bounds(none, torch.zeros(1, 2, 32), torch.zeros(1).long(), 16)
     for attend in (attend_tokens, attend_pages):
         for name in "kv":
             with pytest.raises(ValueError, match=r"q, k, v have 4, .* dimensions; each needs 4"):
@@ -299,15 +301,15 @@ def test_what_page_scores_says_to_what_does_not_belong_together():
     cache = cache_of(kv_heads=2, dim=32, dim_v=32, dtype=FP32)
     good = torch.randn(len(LENGTHS), 1, 4, 32), page_bounds(cache), cache.page_table, cache.lengths, 16
     for place, bad, words in [
-        (0, good[0][:, 0], "q is .*, bounds a PageBounds; give q"),
-        (1, tuple(good[1]), "q is .*, bounds a tuple; give .* what page_bounds makes"),
+        (0, good[0][:, 0], "q is .*, bounds are a PageBounds; give q"),
+        (1, tuple(good[1]), "q is .*, bounds are a tuple; give .* what page_bounds makes"),
         (2, cache.page_table[:1], "page_table is torch.int32 .*; give int32"),
         (2, [0], "page_table is a list; give int32"),
         (2, cache.page_table.float(), "page_table is torch.float32 .*; give int32"),
         (3, cache.lengths[:1], r"lengths is torch.int32 \[1\] on cpu; give int32"),
         (4, 0, "page is 0; give a whole number, 1 or more"),
         (4, 2.5, "page is 2.5; give a whole number"),
-        (0, None, "q is a NoneType, bounds a PageBounds; give q"),
+        (0, None, "q is a NoneType, bounds are a PageBounds; give q"),
     ]:
         with pytest.raises((ValueError, TypeError), match=f"^page_scores: {words}"):
             page_scores(*good[:place], bad, *good[place + 1 :])
@@ -324,11 +326,13 @@ def test_top_pages():
         top_pages(scores, 0, 1, lengths, 16)
     with pytest.raises(ValueError, match="kv_heads is 0; give a whole number, 1 or more"):
         top_pages(scores, 1, 0, lengths, 16)
-    for wrong in ((scores[0], lengths), (scores, lengths[:, None]), (scores, lengths[:1]), (scores, [60, 20])):
+    for wrong in ((scores[0], lengths), (scores, lengths[:, None]), (scores, lengths[:1]), (scores, [60, 20]), (scores, lengths.float())):
         with pytest.raises(ValueError, match=r"^top_pages: scores are .*, lengths .*; give \[batch, heads, most pages\] and int32 \[batch\]"):
             top_pages(wrong[0], 1, 1, wrong[1], 16)
-    for recent in (-1, 3):  # of 2, one would be left out
-        with pytest.raises(ValueError, match=rf"^top_pages: top is 2, recent {recent}, .*; give a top of at least 1, of which recent is a part"):
+    with pytest.raises(ValueError, match=r"^top_pages: top is 2, recent 3, .*; give a top of at least 1, of which recent is a part"):
+        top_pages(scores, 2, 1, lengths, 16, recent=3)
+    for recent in (-1, 1.5, None):
+        with pytest.raises((TypeError, ValueError), match=rf"^top_pages: recent is {recent}; give a whole number, 0 or more"):
             top_pages(scores, 2, 1, lengths, 16, recent=recent)
 
 

@@ -174,8 +174,8 @@ class PagePool:
 
     def drop(self, pages: Iterable[int]) -> None:
         """One holder less of each of these pages; those without any are free. Raises ValueError where one is held by nobody, and then changes nothing."""
-        self._listed("drop", pages)
         holders, count, push, named = self._holders, len(self._holders), heapq.heappush, Counter(pages)
+        self._listed("drop", named)
         for page, times in named.items():
             if not 0 <= page < count or holders[page] < times:
                 raise ValueError(f"drop: page {page} is {self._lost(page)}; each holder lets go of it once")
@@ -186,9 +186,9 @@ class PagePool:
 
     @staticmethod
     def _listed(name: str, pages: Iterable[int]) -> None:
-        """Raises TypeError for a tensor, whose elements are no numbers: two of one page differ, and one would be a free page."""
-        if isinstance(pages, Tensor):
-            raise TypeError(f"{name}: pages are a tensor; give a list of numbers, as its tolist() makes it")
+        """Raises TypeError for elements of a tensor, which are no numbers: two of one page differ, and one would be a free page."""
+        if isinstance(next(iter(pages), 0), Tensor):
+            raise TypeError(f"{name}: pages are tensors; give a list of numbers, as its tolist() makes it")
 
     def _lost(self, page: int) -> str:
         """What a page is that nobody holds."""

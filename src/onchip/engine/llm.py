@@ -320,7 +320,7 @@ class LLM:
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
                 continue
-            if request.mask is not None and not request.allows(new[0]):
+            if request.mask is not None and request.limit and not request.allows(new[0]):
                 self._fail(request, "no token is left that both the mask of its tokens and its logit_bias allow", events)
                 continue
             if guessed:

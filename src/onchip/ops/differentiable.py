@@ -55,7 +55,7 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     again = functools.partial(_Once.apply, name, backward)
 
     def back(ctx, *grads):
-        _refuse_batches(name, *grads)
+        refuse_batches(name, *grads)
         return rule.back(ctx, again if torch.is_grad_enabled() else backward, *grads)
 
     eager.backward = staticmethod(back)
@@ -79,7 +79,7 @@ def no_jvp(name: str):
     raise NotImplementedError(f"{name}: derivatives in forward mode (jvp, jacfwd) are not implemented; use reverse mode, or torch's own formula")
 
 
-def _refuse_batches(name: str, *grads: Tensor | None) -> None:
+def refuse_batches(name: str, *grads: Tensor | None) -> None:
     """Of backward passes at once (is_grads_batched), as torch makes them without torch.func."""
     if any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in grads):
         _no_vmap(name)
@@ -87,7 +87,7 @@ def _refuse_batches(name: str, *grads: Tensor | None) -> None:
 
 def once(name: str, run: Callable, *grads: Tensor | None):
     """`run()` of these gradients, which a backward pass ends with; one that is differentiated itself (create_graph) shall find that its results have none."""
-    _refuse_batches(name, *grads)
+    refuse_batches(name, *grads)
     return _Once.apply(name, lambda _: run(), torch.empty((), requires_grad=True)) if torch.is_grad_enabled() else run()
 
 

@@ -119,6 +119,7 @@ def _check(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, targe
     vocab = len(weight)
     if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
         raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)}; give {weight.dtype} [{vocab}]")
+    check_terms(name, terms)
     given = (hidden, weight, bias, targets, terms.class_weights)
     if torch._C._are_functorch_transforms_active() and any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in given):
         raise NotImplementedError(f"{name}: torch.vmap is not implemented: chunks of logits share one memory; give the batch as more tokens, or loop over it")

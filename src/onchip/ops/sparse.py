@@ -185,7 +185,8 @@ def page_bounds(cache: PagedKV) -> PageBounds:
     if not isinstance(cache.k, Tensor) or cache.k.ndim != 4:
         raise ValueError(f"page_bounds: k is {kind_of(cache.k)}; give [pages, page, kv_heads, dim]")
     pages, page, kv_heads, dim = cache.k.shape
-    check_pages("page_bounds", cache.k, cache, cache.lengths.shape[0] if isinstance(cache.lengths, Tensor) and cache.lengths.ndim else 0)
+    batch = next((len(t) for t in (cache.page_table, cache.lengths) if isinstance(t, Tensor) and t.ndim), 0)
+    check_pages("page_bounds", cache.k, cache, batch)
     check_named("page_bounds", cache.page_table, cache.lengths, page, pages)
     low, high = (cache.k.new_full((pages, kv_heads, dim), at) for at in (torch.inf, -torch.inf))
     if not pages:
@@ -201,6 +202,10 @@ def page_bounds(cache: PagedKV) -> PageBounds:
     return PageBounds(low, high)
 
 
+def _are_bounds(given) -> bool:
+    return isinstance(given, PageBounds) and all(isinstance(t, Tensor) and t.ndim == 3 for t in given)
+
+
 def append_bounds(
     bounds: PageBounds,
     k: Tensor,  # [tokens, kv_heads, dim]
@@ -210,7 +215,7 @@ def append_bounds(
     """Take the keys that are being written to the cache into the bounds, in place; `slots` as `PagePool.append` gives them (page index * page + offset).
     A page whose first slot is among them starts anew: it was another sequence's before. A slot of -1 is nowhere. A page that `PagePool` has copied
     (`fork`) has no bounds of its own yet: they are `page_bounds`'."""
-    if not isinstance(bounds, PageBounds) or not isinstance(k, Tensor) or not isinstance(slots, Tensor):
+    if not _are_bounds(bounds) or not isinstance(k, Tensor) or not isinstance(slots, Tensor):
         given = f"bounds are {kind_of(bounds)}, k {kind_of(k)}, slots {kind_of(slots)}"
         raise TypeError(f"append_bounds: {given}; give what page_bounds makes, and two tensors")
     check_count("append_bounds", 1, page=page)
@@ -245,8 +250,8 @@ def page_scores(
 ) -> Tensor:
     """How large the product of a query and any key of a page may be: sum over channels of max(q low, q high), float32 [batch, heads, most pages]; -inf for
     pages past a sequence's end (Quest: Tang et al., 2024, section 3.3)."""
-    if not isinstance(bounds, PageBounds) or not isinstance(q, Tensor) or q.ndim != 4:
-        raise TypeError(f"page_scores: q is {kind_of(q)}, bounds a {type(bounds).__name__}; give q [batch, 1, heads, dim] and what page_bounds makes")
+    if not _are_bounds(bounds) or not isinstance(q, Tensor) or q.ndim != 4:
+        raise TypeError(f"page_scores: q is {kind_of(q)}, bounds are {kind_of(bounds)}; give q [batch, 1, heads, dim] and what page_bounds makes")
     batch, len_q, heads, dim = q.shape
     kv_heads = bounds.low.shape[1]
     for name, given, more in (("page_table", page_table, ", most pages"), ("lengths", lengths, "")):
@@ -277,11 +282,13 @@ _op.register_fake(lambda q, low, high, table, *_: q.new_empty(*q.shape[:2], tabl
 def top_pages(scores: Tensor, top: int, kv_heads: int, lengths: Tensor, page: int, *, recent: int = 1) -> Tensor:
     """The `top` pages of each key head, int32 [batch, kv_heads, top] for `attend_pages`, -1 where a sequence has fewer: by the largest score among the heads
     that share it, the `recent` last ones in any case."""
-    if not isinstance(scores, Tensor) or scores.ndim != 3 or not isinstance(lengths, Tensor) or lengths.shape != scores.shape[:1]:
+    fits = isinstance(scores, Tensor) and scores.ndim == 3 and isinstance(lengths, Tensor) and lengths.shape == scores.shape[:1]
+    if not fits or lengths.dtype != torch.int32:
         raise ValueError(f"top_pages: scores are {kind_of(scores)}, lengths {kind_of(lengths)}; give [batch, heads, most pages] and int32 [batch]")
     check_count("top_pages", 1, top=top, kv_heads=kv_heads, page=page)
+    check_count("top_pages", 0, recent=recent)
     batch, heads, pages = scores.shape
-    if heads % kv_heads or not 0 <= recent <= top:
+    if heads % kv_heads or recent > top:
         given = f"top is {top}, recent {recent}, for {heads} heads over {kv_heads} and pages of {page} tokens"
         raise ValueError(f"top_pages: {given}; give a top of at least 1, of which recent is a part, and key heads that divide the heads")
     scores = scores.view(batch, kv_heads, heads // kv_heads, pages).amax(2)

@@ -6,13 +6,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from onchip.core.arguments import COLD, HOT, check_numbers, check_tensors
 from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss, Shard
 from onchip.core.parts import check_whole
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
-from onchip.ops.differentiable import no_jvp, once
+from onchip.ops.differentiable import no_jvp, once, refuse_batches
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -178,7 +179,8 @@ class _Held(torch.autograd.Function):
     """A scalar loss whose gradients were computed together with it: `run()` gives it, more results and the gradients, which go backward once."""
 
     @staticmethod
-    def forward(ctx, run, *inputs):
+    def forward(ctx, name, run, *inputs):
+        ctx.name = name
         loss, more, ctx.held = run()
         ctx.mark_non_differentiable(*more)
         ctx.set_materialize_grads(False)
@@ -186,20 +188,23 @@ class _Held(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, *_):
+        refuse_batches(ctx.name, g)
         if ctx.held is None:
             raise RuntimeError("the gradients of this loss were given in its first backward pass, and scaled in place; call the loss again")
         held, ctx.held = ctx.held, None
-        return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held], g)
+        return None, None, *once(ctx.name, lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held])
 
     @staticmethod
     def jvp(ctx, *tangents):
-        no_jvp("loss")
+        no_jvp(ctx.name)
 
 
 def held(name: str, run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{name}: it makes its gradients in this call, which torch.func does not know; use torch.autograd.grad outside of it")
-    return _Held.apply(run, *inputs)
+    if forward_ad._current_level >= 0 and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        no_jvp(name)  # before logits are written over
+    return _Held.apply(name, run, *inputs)
 
 
 def _scaled(grad: Tensor, g: Tensor) -> Tensor:
