@@ -81,15 +81,17 @@ def run(test, **options):
     """`await test(serving, llm)` beside a running engine thread."""
 
     async def main():
-        llm, before = StubLLM(), sys.getswitchinterval()
+        llm, before = StubLLM(), (sys.getswitchinterval(), 0, gc.get_threshold())
         serving = Serving(llm, **options)
         serving.start()
+        assert gc.get_threshold()[0] >= 10_000  # a large body is not looked over for garbage again and again
         try:
             await asyncio.wait_for(test(serving, llm), PATIENCE)
         finally:
             llm.hold.set()
             await serving.stop()
-        assert not serving._thread.is_alive() and (sys.getswitchinterval(), gc.get_freeze_count()) == (before, 0)  # the process is as it was
+        after = sys.getswitchinterval(), gc.get_freeze_count(), gc.get_threshold()
+        assert not serving._thread.is_alive() and after == before  # the process is as it was
 
     asyncio.run(main())
 

@@ -29,6 +29,7 @@ FAREWELL = 20.0  # seconds that the last step may take when the server ends
 FAILURES = 3  # steps in a row that may fail before the engine gives up
 # Python hands the interpreter from one busy thread to another every 5 ms: five decode steps of a small model
 SWITCH_INTERVAL = 0.0005
+YOUNG = 10_000  # objects until Python looks for garbage among them: every 700, a body of 4 MB of small lists takes 0.22 s to read, not 0.08
 SHUT = "the server is shutting down; send the request to another one"
 T = TypeVar("T")
 
@@ -133,6 +134,8 @@ class Serving:
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._interval, SWITCH_INTERVAL))
         gc.collect()
+        self._thresholds = gc.get_threshold()
+        gc.set_threshold(max(YOUNG, self._thresholds[0]), *self._thresholds[1:])
         gc.freeze()  # a full collection goes over all that torch and the model are made of: 0.2 to 0.3 s in which no step begins
         self._thread.start()
 
@@ -154,6 +157,7 @@ class Serving:
         if not self._thread.is_alive():
             await asyncio.wait_for(asyncio.to_thread(self.llm.close), FAREWELL)
         sys.setswitchinterval(self._interval)
+        gc.set_threshold(*self._thresholds)
         gc.unfreeze()
 
     @contextmanager
