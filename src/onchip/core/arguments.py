@@ -9,6 +9,10 @@ from torch import Tensor
 from onchip.core.parts import is_whole
 
 
+def kind_of(tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+
+
 def check_tensors(name: str, **given: Tensor | None) -> None:
     """Each is a dense tensor of real numbers where the first one is, or, but for that one, None."""
     leader = None
@@ -66,7 +70,7 @@ def truth(name: str, what: str, given) -> bool:
         return given
     if isinstance(given, np.bool_):
         return bool(given)
-    shown = f"{given.dtype} {list(given.shape)} on {given.device}" if isinstance(given, Tensor) else repr(given)
+    shown = kind_of(given) if isinstance(given, Tensor) else repr(given)
     raise TypeError(f"{name}: {what} is {shown:.60}; give True or False")
 
 

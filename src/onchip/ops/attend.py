@@ -20,6 +20,7 @@ from onchip.core.scores import Score
 from onchip.dispatch import Decision, recorders, select, sentences, sm_margin
 from onchip.kernels.attention import reference
 from onchip.ops import kinds, wire
+from onchip.ops.differentiable import batched
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name; "auto": the menu's first, which must not be plain torch.
 FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto", "hopper_fp8": "auto", "bf16_of_e4m3": "bf16_of_e4m3_backward"}
@@ -300,7 +301,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
-        refuse_batches(d_out, d_lse)
+        refuse_passes(d_out, d_lse)
         if ctx.writes != writes(ctx.x):
             raise RuntimeError("attention: offsets, used lengths or a tensor of the mask were written to before the backward pass; give clones, or write later")
         q, k, v, out, lse, sinks, *score = ctx.saved_tensors
@@ -325,18 +326,15 @@ def writes(x: Operands) -> list[int]:
     return [t._version for t in (*x.mask, *x[1:5], *(x.scales or ())) if t is not None and not t.is_inference()]
 
 
-def refuse_batches(*grads: Tensor | None) -> None:
-    """Raises where many backward passes are asked for at once."""
-    batched = torch._C._are_functorch_transforms_active()
-    for d in grads:
-        batched = batched or (d is not None and torch._C._functorch.is_legacy_batchedtensor(d))
-    if batched:
+def refuse_passes(*grads: Tensor | None) -> None:
+    """Raises where many backward passes are asked for at once, which the reference has."""
+    if torch._C._are_functorch_transforms_active() or batched(*grads):
         raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
 
 
 def went_back(decision: Decision, kernel: str, found: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
     """What `Attend.backward` does beside the gradients, for a node of torch's that `found` them: refuses, and counts the kernel where somebody records."""
-    refuse_batches(given[0])
+    refuse_passes(given[0])
     if recorders:
         backward_decision(backward_problem(decision.problem, torch.are_deterministic_algorithms_enabled()), decision.device, kernel)
     if not torch.is_grad_enabled():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import truth
+from onchip.core.arguments import kind_of, truth
 from onchip.core.formats import Codes
 from onchip.core.masks import Causal, Full, Mask
 from onchip.core.parts import is_whole
@@ -222,7 +222,7 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         raise ValueError("merge: states is empty; give at least one (output, LSE) pair")
     for n, part in enumerate(states):
         if not isinstance(part, (tuple, list)) or [isinstance(t, Tensor) for t in part] != [True, True]:
-            raise TypeError(f"merge: part {n} is {checks.kind_of(part)}; give an (output, LSE) pair of tensors")
+            raise TypeError(f"merge: part {n} is {kind_of(part)}; give an (output, LSE) pair of tensors")
         out, lse = part
         if not all(t.is_floating_point() and t.dtype.itemsize > 1 for t in part):
             raise TypeError(f"merge: part {n} has an output of {out.dtype} and LSE of {lse.dtype}; give floats, as attention(..., return_lse=True) does")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core import device as devices
+from onchip.core.arguments import kind_of
 from onchip.core.masks import Causal, Full
 from onchip.core.problem import Beside, Operands
 from onchip.core.scores import chain
@@ -19,7 +20,7 @@ from onchip.core.trace import readable
 from onchip.dispatch import left_to_others
 from onchip.ops.attend import How
 from onchip.ops.attention import PagedKV, merge, paged, paged_attention
-from onchip.ops.checks import kind_of, scale_of
+from onchip.ops.checks import scale_of
 
 FEW = 16  # rows up to which one kernel reads shared keys and a sequence's own
 

@@ -5,6 +5,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.core.formats import Codes, check_channels
 from onchip.core.once import ends, once
 from onchip.core.problem import E4M3
@@ -218,10 +219,6 @@ def check_longest(name: str, *given) -> None:
 
 def is_dense(tensor) -> bool:
     return isinstance(tensor, Tensor) and not tensor.is_nested and tensor.layout == torch.strided
-
-
-def kind_of(tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
 
 
 def paged_grad(how: How, q: Tensor, cache: PagedKV) -> bool:

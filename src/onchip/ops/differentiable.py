@@ -79,9 +79,13 @@ def no_jvp(name: str):
     raise NotImplementedError(f"{name}: derivatives in forward mode (jvp, jacfwd) are not implemented; use reverse mode, or torch's own formula")
 
 
+def batched(*grads: Tensor | None) -> bool:
+    """Whether they are those of many backward passes at once (is_grads_batched), as torch makes them without torch.func."""
+    return any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in grads)
+
+
 def refuse_batches(name: str, *grads: Tensor | None) -> None:
-    """Of backward passes at once (is_grads_batched), as torch makes them without torch.func."""
-    if any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in grads):
+    if batched(*grads):
         _no_vmap(name)
 
 

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.core.problem import Rows
 from onchip.core.scales import SHARES
 from onchip.core.trace import readable
 from onchip.dispatch import select
 from onchip.kernels.attention import reference
 from onchip.ops.attend import UNTRAINED
-from onchip.ops.checks import is_dense, kind_of
+from onchip.ops.checks import is_dense
 
 
 def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.core.formats import Codes, Format
 from onchip.ops.attend import PagedKV
-from onchip.ops.checks import is_dense, kind_of
+from onchip.ops.checks import is_dense
 
 AT_ONCE = 1 << 24  # numbers whose float32 copy is held
 

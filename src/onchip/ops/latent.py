@@ -7,12 +7,13 @@ in bfloat16: x = scale * code. It is read by way of a copy of the keys in questi
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.core.masks import Causal, Mask
 from onchip.core.problem import E4M3
 from onchip.core.scales import LARGEST, SMALLEST
 from onchip.ops.attend import PagedKV
 from onchip.ops.attention import paged_attention
-from onchip.ops.checks import check_named, check_pages, kind_of
+from onchip.ops.checks import check_named, check_pages
 
 BYTES, WIDTH, VALUES, TILE = 656, 576, 512, 128
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_count
+from onchip.core.arguments import check_count, kind_of
 from onchip.core.formats import Codes
 from onchip.core.masks import Full
 from onchip.core.once import ends
@@ -17,7 +17,7 @@ from onchip.core.problem import Rows
 from onchip.dispatch import select
 from onchip.ops.attend import PagedKV, first_columns
 from onchip.ops.attention import paged_attention
-from onchip.ops.checks import check_named, check_pages, check_shapes, kind_of
+from onchip.ops.checks import check_named, check_pages, check_shapes
 
 ROWS = 64  # heads of a latent that `triton_decode`, which takes pages of one token, has at most
 PAGE = 64  # tokens of a page of copied keys

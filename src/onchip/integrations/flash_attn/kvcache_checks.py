@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.integrations.flash_attn.kvcache import Cache
-from onchip.ops.checks import kind_of
 
 NAME = "flash_attn_with_kvcache"
 

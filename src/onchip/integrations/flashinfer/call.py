@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.core.bands import Band, Causal, Full, Mask
 from onchip.core.kernel import Unsupported
 from onchip.core.parts import by_name, check_sizes
@@ -15,7 +16,6 @@ from onchip.core.scores import ALiBi, Score, Softcap
 from onchip.core.trace import Place
 from onchip.integrations.flash_attn.call import Descale, band
 from onchip.integrations.flash_attn.rotary import rotate
-from onchip.ops.checks import kind_of
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 LAYOUTS = ("NHD", "HND")

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.core.bands import Causal, Full
 from onchip.core.masks import KeyPadding
 from onchip.core.trace import readable
 from onchip.integrations.flashinfer.call import Call, Result, Way, check_shape, finished
 from onchip.integrations.flashinfer.pages import Pages, Queries, attend
 from onchip.ops.attention import attention
-from onchip.ops.checks import kind_of
 
 NAME = "flash_mla_with_kvcache"
 INTEGERS = (torch.int32, torch.int64)

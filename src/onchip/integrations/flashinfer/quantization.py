@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.integrations.flashinfer.call import check_integers, one_of
-from onchip.ops.checks import kind_of
 
 
 def check_bytes(name: str, packed: Tensor) -> None:
