@@ -19,8 +19,8 @@ class Append(NamedTuple):
     """Where new keys and values go: the pages `[pages, page, kv_heads, dim]` of one layer, and a slot for each token.
 
     k, v    in qkv's dtype, or `Codes` of one format: what is written is then quantised. Equal strides, the last one 1.
-    slots   [tokens] int64: `page index * page size + offset`; a token with slot -1 is not written. Others are refused on a CPU; on a GPU, where to look would
-            be to wait, a token below -1 is not written either, and one past the last page is written to memory that is not the cache's.
+    slots   [tokens] int64: `page index * page size + offset`; a token with slot -1 is not written. Others below 0 or past the last page are refused on a
+            CPU, and not written either on a GPU, where to look would be to wait.
     """
 
     k: Tensor | Codes

@@ -62,7 +62,8 @@ PAGES = [
     paged.Case((2, 64, 2, EACH, 1, 3), 1, (300, 0, 70), 70, Window(150)),
     paged.Case((2, 128, 2, EACH, 1, 3), 24, (500, 30), 40, sinks=True, dim=128),
 ]
-SHORT = [("MOST_PARTS, LEAST = 16, 1024", "MOST_PARTS, LEAST = 16, 64"), ("GRAIN = tl.constexpr(128)", "GRAIN = tl.constexpr(16)")]  # to be emulated
+# to be emulated, by tiles of 64 keys: no part has less
+SHORT = [("MOST_PARTS, LEAST = 16, 1024", "MOST_PARTS, LEAST = 16, 64"), ("GRAIN = tl.constexpr(128)", "GRAIN = tl.constexpr(16)")]
 LISTED = [  # how many parts a list says, of as many programs
     LONG_ONE := ragged.Case((2, 64, 2, 40, 4, 0), ((1, 300), (60, 400), (1, 20), (0, 9)), heads=(8, 2)),
     ragged.Case((2, 64, 2, 12, 1, 0), ((1, 300), (130, 400), (1, 20)), heads=(2, 1), sinks=True, room=40),
@@ -70,6 +71,14 @@ LISTED = [  # how many parts a list says, of as many programs
     THREES := ragged.Case((1, 64, 2, 9, 4, 0), ((1, 300), (20, 400), (70, 60)), 1, heads=(3, 1), dtype=FP16),
     ragged.Case((2, 64, 3, 20, 2, 0), ((9, 500), (1, 64)), 24, Full(), score=Softcap(2.0)),
     ragged.Case((2, 64, 2, 20, 1, 0), ((30, 300), (1, 130)), 128, dim_v=128, score=ALiBi(torch.tensor([0.5, 0.25]))),
+]
+DENSE = [  # the same, of queries that are not packed
+    EVEN := paged.Case((2, 64, 2, 20, 1, 0), 16, (400, 0, 61, 131), 70, sinks=True),
+    paged.Case((1, 64, 2, 24, 4, 0), 8, (400, 90, 33), 17, heads=(8, 2)),
+    paged.Case((2, 64, 2, 12, 1, 0), 1, (300, 0, 70), 140, Window(150)),
+    paged.Case((2, 64, 2, 16, 1, 0), 24, (500, 30), 40, Full(), dim=128, dim_v=64, dtype=FP16),
+    paged.Case((2, 64, 2, 20, 1, 0), 16, (400, 30), 70, score=bias(2, 2, 70, 400)),
+    paged.Case((2, 64, 2, 20, 1, 0), 64, (400,), 1, score=Softcap(2.0)),
 ]
 TOGETHER = [ragged.Case((2, 64, 2, EACH, 4, 3), ((1, 300), (60, 400), (1, 20), (0, 9)), 16, heads=(8, 2))]
 
@@ -119,6 +128,13 @@ def test_queries_of_several_sequences_over_pages(mode):
 def test_as_many_parts_as_a_list_says(case, mode):
     call = ragged.ragged(case)
     ragged.judge(case, call, ragged.emulated(case, call, mode, edits=SHORT))
+
+
+@emulates
+@pytest.mark.parametrize(("case", "mode"), timings(DENSE, [EVEN]), ids=str)
+def test_a_dense_batch_over_pages(case, mode):
+    call = paged.call_of(case)
+    paged.judge(case, call, paged.emulated(case, call, mode, edits=SHORT))
 
 
 # ---- with a bug
@@ -186,6 +202,17 @@ def test_a_bug_planted_in_listed_parts_shows(bug):
 
 
 @emulates
+@pytest.mark.parametrize(
+    "edit",
+    [("torch.arange(0, tokens + 1, p.len_q,", "torch.arange(0, tokens + 1, 1,"), (".transpose(0, 1).contiguous())", ".view(p.batch, p.heads, p.len_q))")],
+)
+def test_a_dense_batch_taken_apart_wrongly_shows(edit):
+    call = paged.call_of(EVEN)
+    with pytest.raises((Fault, AssertionError, IndexError)):
+        paged.judge(EVEN, call, paged.emulated(EVEN, call, MODES[0], edits=[*SHORT, edit]))
+
+
+@emulates
 def test_small_pages_of_a_part_show_a_bug():
     case = PAGES[2]
     with pytest.raises((Fault, AssertionError)):
@@ -218,7 +245,9 @@ def test_few_queries_over_many_keys_fill_the_gpu(p):
         LONG._replace(extras=("batch_invariant",)),
         LONG._replace(extras=("dropout",)),
         LONG._replace(len_q=0),
-        PAGED,  # no list
+        PAGED._replace(len_k=8000),  # no list
+        PAGED._replace(batch=5),
+        PAGED._replace(mask=Window(7000)),
         PAGED._replace(extras=("batch_invariant",), tokens=64),
         PAGED._replace(len_k=1900, tokens=64),
         PAGED._replace(mask=Window(500), tokens=64),
@@ -237,7 +266,15 @@ def test_keys_stay_together(p):
 
 
 @pytest.mark.parametrize(
-    "p", [PAGED._replace(tokens=64), PAGED._replace(batch=100, len_q=100, tokens=256), PAGED._replace(heads=8, len_q=40, tokens=40)], ids=str
+    "p",
+    [
+        PAGED,
+        PAGED._replace(batch=4, len_k=8192),
+        PAGED._replace(tokens=64),
+        PAGED._replace(batch=100, len_q=100, tokens=256),
+        PAGED._replace(heads=8, len_q=40, tokens=40),
+    ],
+    ids=str,
 )
 def test_lengths_say_in_how_many_parts_keys_of_pages_are(p):
     """Whatever the table's width, of few tokens."""

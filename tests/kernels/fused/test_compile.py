@@ -233,7 +233,7 @@ def test_rope(problem, arch):
     signature |= dict.fromkeys((*scales, *zeros), "*bf16")
     signature |= {"table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64", "channel_ptr": "*fp32", "eps": "fp32", "offset": "fp32"}
     strides = ("token_stride", "table_stride", "page_stride", "slot_stride", "head_stride", "scale_page_stride")
-    signature |= dict.fromkeys(("num_q", "num_kv", "page", "table_rows", *strides, "scale_slot_stride", "scale_head_stride"), "i32")
+    signature |= dict.fromkeys(("num_q", "num_kv", "page", "num_slots", "table_rows", *strides, "scale_slot_stride", "scale_head_stride"), "i32")
     absent = (*(() if form else scales), *(() if form and form.has_zero else zeros), "channel_ptr", *(() if problem.norm else ("q_weight_ptr", "k_weight_ptr")))
     constexprs = {
         "NORM": problem.norm,

@@ -179,6 +179,23 @@ def test_nothing_is_written_when_every_slot_is_skipped(kernel, device):
     assert base(append.k).isnan().all() and base(append.v).isnan().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["", "int8"])
+def test_slots_that_the_pages_do_not_have(kv, device):
+    """Of a GPU, where nobody looks: nothing is written, and nothing beside the pages, which are the middle of a pool."""
+    rope = pytest.importorskip("onchip.kernels.fused.rope")
+    p = Rope("rope_append", 6, 2, 1, 32, 32, BF16, "neox", False, True, kv)
+    qkv, table, positions, _, append = inputs(p._replace(kv=""), device)
+    append = quantised(p, "NHD", False, device) if kv else append
+    last = append.k.shape[0] * append.k.shape[1]
+    append = append._replace(slots=torch.tensor([last - 1, last, last + 7, 1 << 32, -2, -(1 << 32)], device=device))
+    rope.launch(p, rope.Tiles(4, 1), qkv, table, positions, None, append)
+    k, v = (qkv.view(6, 4, 32)[:, n:][:, :1] for n in (2, 3))
+    check_codes(append._replace(slots=append.slots.clamp(max=last).where(append.slots < last, -1)), k, v) if kv else check_cache(
+        append._replace(slots=append.slots.where(append.slots < last, -1)), k, v
+    )
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_strided_table_positions_and_slots(kernel, device):
     p = Rope("rope_append", 5, 2, 1, 32, 16, FP32, "neox", False, True)

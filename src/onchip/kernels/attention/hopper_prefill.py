@@ -24,8 +24,10 @@ import triton
 
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
+from onchip.core.once import once
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
+from onchip.kernels.again import asked
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.capped import cap_of, fold, scaled, weigh_capped
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
@@ -578,8 +580,16 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
 
 def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call. Pools that
-    TMA does not take are copied first, with a warning."""
+    TMA does not take are copied first, with a warning. Where lengths are to say in how many parts keys are, a dense batch goes as a packed one."""
     if x.beside is not None:  # whole tiles, for a few multiprocessors beside another launch
         groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
         tiles = tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)), parts=1)
-    return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
+    x = x._replace(k_used=cache.lengths)
+    if p.tokens or tiles.parts:
+        return launch(p, tiles, q, cache.k, cache.v, x, return_lse, cache.page_table)
+    tokens, what = p.batch * p.len_q, ("even", p.batch, p.len_q)
+    offsets = asked(lambda t: once(what, [t], lambda: torch.arange(0, tokens + 1, p.len_q, dtype=torch.int32, device=t.device)), cache.lengths)
+    packed = p._replace(tokens=tokens), tiles, q.flatten(0, 1), cache.k, cache.v, x._replace(q_offsets=offsets)
+    out, lse = launch(*packed, True, cache.page_table) if return_lse else (launch(*packed, False, cache.page_table), None)
+    out = out.unflatten(0, (p.batch, p.len_q))
+    return (out, lse.unflatten(1, (p.batch, p.len_q)).transpose(0, 1).contiguous()) if return_lse else out

@@ -178,7 +178,7 @@ def _store_scales(k_ptr, v_ptr, at, a, b, of_k, kept, GROUPS: tl.constexpr):
         _store(k_ptr, v_ptr, at + GROUPS // 2 + group, b.reshape(b.shape[0], b.shape[1]).to(tl.bfloat16), of_k, some)
 
 
-@triton.jit(do_not_specialize=["table_rows"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
+@triton.jit(do_not_specialize=["table_rows", "num_slots"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_append(
     qkv_ptr,
     table_ptr,
@@ -196,6 +196,7 @@ def _rope_append(
     num_q,
     num_kv,
     page,
+    num_slots,
     table_rows,
     token_stride,
     table_stride,
@@ -249,10 +250,11 @@ def _rope_append(
         _store_pairs(heads_ptr, y_a, y_b, rows & turned, DIM if NORM else ROTARY, DIM, ROTARY, INTERLEAVED)
 
         if APPEND:
-            slot = tl.load(slots_ptr + token).to(tl.int32)
+            told = tl.load(slots_ptr + token)
             if first + HEADS > num_q:
+                slot = told.to(tl.int32)
                 at, within = (slot // page).to(tl.int64), slot % page
-                kept = rows & (head >= num_q) & (slot >= 0)
+                kept = rows & (head >= num_q) & (told >= 0) & (told < num_slots)
                 kv_head = head - tl.where(turned, num_q, num_q + num_kv)
                 target = at * page_stride + within * slot_stride + kv_head * head_stride  # [HEADS, 1]
                 if FORMAT == "":
@@ -398,6 +400,7 @@ def launch(
         problem.heads,
         problem.kv_heads,
         to.page,
+        to.num_slots,
         len(table),
         qkv.stride(0),
         table.stride(0),
@@ -432,6 +435,7 @@ class Target(NamedTuple):
     channel: torch.Tensor | None = None
     slots: torch.Tensor | None = None
     page: int = 1
+    num_slots: int = 0
     strides: tuple[int, ...] = (0, 0, 0)
     scale_strides: tuple[int, ...] = (0, 0, 0)
 
@@ -441,11 +445,11 @@ class Target(NamedTuple):
             return Target()
         k, v, slots = append.k, append.v, append.slots.contiguous()
         if not isinstance(k, Codes):
-            return Target((k, v), slots=slots, page=k.shape[1], strides=_strides("", k, v))
-        scales = _strides(".scale and .zero", *k.tensors[1:], *v.tensors[1:])
+            return Target((k, v), slots=slots, page=k.shape[1], num_slots=len(k) * k.shape[1], strides=_strides("", k, v))
+        num_slots, scales = len(k.codes) * k.shape[1], _strides(".scale and .zero", *k.tensors[1:], *v.tensors[1:])
         codes = k.codes.view(torch.uint8), v.codes.view(torch.uint8)
         channel = None if k.channel is None else k.channel.contiguous()
-        return Target(codes, (k.scale, v.scale), (k.zero, v.zero), channel, slots, k.shape[1], _strides(".codes", *codes), scales)
+        return Target(codes, (k.scale, v.scale), (k.zero, v.zero), channel, slots, k.shape[1], num_slots, _strides(".codes", *codes), scales)
 
 
 def _strides(what: str, *pages: torch.Tensor) -> tuple[int, ...]:
