@@ -15,7 +15,8 @@ triton = pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from onchip.kernels.attention import tile  # noqa: E402
+from onchip.core.problem import Attention, Operands  # noqa: E402
+from onchip.kernels.attention import hopper_prefill, tile  # noqa: E402
 
 
 class Launches:
@@ -395,6 +396,27 @@ def test_a_masks_map_is_asked_for_again(launched, counted, monkeypatch):
     known = len(tile._made)
     del valid
     assert len(tile._made) == known - 4
+
+
+def test_a_dense_batch_that_goes_as_a_packed_one_is_repeated(counted, monkeypatch):
+    """Its offsets are asked for each time, its results are those of each call's lengths."""
+
+    def launch(p, tiles, q, k, v, x, return_lse, table):
+        assert (p.tokens, q.shape, x.q_offsets.tolist()) == (6, (6, 2, 8), [0, 3, 6])
+        return q * 2 + x.q_offsets.sum() + x.k_used.sum(), q.sum(-1).T.contiguous()
+
+    monkeypatch.setattr(again, "_stream", lambda: 0)
+    monkeypatch.setattr(hopper_prefill, "launch", launch)
+    p = Attention("decode", 2, 3, 9000, 2, 1, 8, torch.bfloat16, onchip.Causal(), "paged", 16)
+    tiles = hopper_prefill.Tiles(1, 64, 2, 132, parts=0)
+
+    def run(q, k, table, lengths):
+        return hopper_prefill.launch_paged(p, tiles, q, onchip.PagedKV(k, k, table, lengths), Operands(1.0), True)
+
+    k, table = torch.zeros(4, 16, 1, 8), torch.zeros(2, 2, dtype=torch.int32)
+    assert repeated(run, lambda n: (torch.randn(2, 3, 2, 8), k, table, torch.tensor([n, 9], dtype=torch.int32)), counted, 5) == 3
+    out, lse = run(torch.ones(2, 3, 2, 8), k, table, torch.zeros(2, dtype=torch.int32))
+    assert torch.equal(out, torch.full((2, 3, 2, 8), 11.0)) and torch.equal(lse, torch.full((2, 2, 3), 8.0)) and lse.is_contiguous()
 
 
 def test_a_second_stream_is_not_written_down(launched, counted, monkeypatch):
