@@ -1,6 +1,5 @@
 """The Hopper kernel on a CPU: its sources as they are, in each timing of an emulator of Gluon; and with bugs planted, each of which must show."""
 
-import itertools
 import os
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -141,22 +140,22 @@ def join(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: to
     lse.copy_(found_lse)
 
 
-def join_units(p, units, listed, x: Operands, pack: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """`key_parts.join_units` by the reference, row by row."""
+def join_units(p, units, listed, x: Operands, pack: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """`key_parts.join_units` by the reference, unit by unit."""
     heads = p.kv_heads if pack > 1 else p.heads
     parts, part_lse = (t.unflatten(0, (len(listed), heads, -1)) for t in units)
-    rows = spans(x.q_offsets, x.q_used, p.tokens)
+    rows, r, h = spans(x.q_offsets, x.q_used, p.tokens), torch.arange(parts.shape[2]), torch.arange(heads)[:, None]
     for u, (b, word) in enumerate(listed.tolist()):
         count = 1 + (word >> 25 & 31)
         if b < 0 or count == 1 or word >> 20 & 31:
             continue
-        for head, r in itertools.product(range(heads), range(parts.shape[2])):
-            query = rows[b].start + ((word & (1 << 20) - 1) * parts.shape[2] + r) // pack
-            if query < rows[b].stop and r % pack < max(1, p.group * (pack > 1)):
-                to = head * p.group + r % pack if pack > 1 else head
-                both = zip(parts[u : u + count, head, r], part_lse[u : u + count, head, r], strict=True)
-                one, one_lse = onchip.merge([(o[None, None], s[None, None]) for o, s in both])
-                out[query, to], lse[to, query] = one[0, 0].to(out.dtype), one_lse[0, 0]
+        query = rows[b].start + ((word & (1 << 20) - 1) * len(r) + r) // pack
+        real = ((query < rows[b].stop) & (r % pack < max(1, p.group * (pack > 1)))).nonzero().flatten()
+        to = (h * p.group + r % pack if pack > 1 else h.expand(-1, len(r)))[:, real]
+        one, one_lse = onchip.merge([(o.transpose(0, 1), s) for o, s in zip(parts[u : u + count], part_lse[u : u + count], strict=True)])
+        out[query[real], to] = one[real].transpose(0, 1).to(out.dtype)
+        if lse is not None:
+            lse[to, query[real]] = one_lse[:, real]
 
 
 def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):

@@ -74,14 +74,14 @@ def call_of(c: Case):
     return q, PagedKV(k, v, table, torch.tensor(c.lengths, dtype=torch.int32)), torch.randn(c.heads[0]) if c.sinks else None
 
 
-def emulated(c: Case, call, mode: str, seed=0, edits=(), beside=None):
+def emulated(c: Case, call, mode: str, seed=0, edits=(), beside=None, lse=True):
     """Output and LSE of the kernel."""
     q, cache, sinks = call
     kernel = prepared(Strict(mode, seed), edits)
     how = How(c.mask, chain(None, c.score, None), sinks, None, False, False, KERNEL.name)
     p, x = problem_of("decode", how, paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1]), Operands(c.dim**-0.5), q)
     assert KERNEL.refuses(p, GPUS["H200"]) == []
-    return kernel.launch_paged(p, kernel.Tiles(*c.tiles), q, cache, x._replace(beside=beside), True)
+    return kernel.launch_paged(p, kernel.Tiles(*c.tiles), q, cache, x._replace(beside=beside), lse)
 
 
 def judge(c: Case, call, result) -> None:

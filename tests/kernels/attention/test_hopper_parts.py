@@ -15,7 +15,7 @@ from gluon_emulator import MODES, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Attention
+from onchip.core.problem import Attention, Beside
 from onchip.core.scores import ALiBi, Bias, RelativeBias, Softcap
 from onchip.dispatch import select
 
@@ -135,6 +135,25 @@ def test_as_many_parts_as_a_list_says(case, mode):
 def test_a_dense_batch_over_pages(case, mode):
     call = paged.call_of(case)
     paged.judge(case, call, paged.emulated(case, call, mode, edits=SHORT))
+
+
+@emulates
+@pytest.mark.parametrize("view", [lambda q: q, lambda q: q.transpose(1, 2).contiguous().transpose(1, 2)], ids=["as it is", "heads first"])
+def test_a_dense_batch_over_pages_without_its_lse(view):
+    """The same bits; an LSE is [batch, heads, len_q], one after the other."""
+    q, *more = paged.call_of(EVEN)
+    out, lse = paged.emulated(EVEN, (view(q), *more), MODES[0], edits=SHORT)
+    assert torch.equal(out, paged.emulated(EVEN, (view(q), *more), MODES[0], edits=SHORT, lse=False)) and out.shape == q.shape
+    assert lse.shape == (4, 2, 70) and lse.is_contiguous()
+
+
+@emulates
+@pytest.mark.parametrize("beside", [Beside(3, False), Beside(3, True)])
+def test_a_dense_batch_beside_another_launch_stays_together(beside):
+    """Nothing may be launched between the two."""
+    call = paged.call_of(EVEN)
+    list_of_tiles = ("        listed = sequence_tiles(", "        listed = nobody_asks_for_a_list(")
+    paged.judge(EVEN, call, paged.emulated(EVEN, call, MODES[0], edits=[*SHORT, list_of_tiles], beside=beside))
 
 
 # ---- with a bug

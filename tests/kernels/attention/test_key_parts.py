@@ -87,7 +87,7 @@ def test_units_of_a_list(group, pack, dim, returns, device):
     x = Operands(1.0, torch.tensor([0, 70, 110], dtype=torch.int32), q_used=torch.tensor([70, 31], dtype=torch.int32))
     out, lse = torch.full((110, 2 * group, dim), 7.0, dtype=BF16), torch.full((2 * group, 110), 7.0) if returns else None
     ours = moved((out.clone(), lse if lse is None else lse.clone()), device)
-    plain.join_units(p, (parts, logs), units, x, pack, out, torch.empty(2 * group, 110) if lse is None else lse)
+    plain.join_units(p, (parts, logs), units, x, pack, out, lse)
     join_units(p, moved((parts, logs), device), moved(units, device), moved(x, device), pack, *ours)
     torch.testing.assert_close(ours[0].cpu(), out, rtol=2**-7, atol=1e-3)
     if returns:
