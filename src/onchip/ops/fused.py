@@ -20,7 +20,7 @@ class Append(NamedTuple):
 
     k, v    in qkv's dtype, or `Codes` of one format: what is written is then quantised. Equal strides, the last one 1.
     slots   [tokens] int64: `page index * page size + offset`; a token with slot -1 is not written. Others below 0 or past the last page are refused on a
-            CPU, and not written either on a GPU, where to look would be to wait.
+            CPU; on a GPU, where to look would be to wait, its kernels do not write them either (of `kernel="reference"` torch ends the process).
     """
 
     k: Tensor | Codes

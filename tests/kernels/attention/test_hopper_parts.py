@@ -299,7 +299,7 @@ def test_lengths_say_in_how_many_parts_keys_of_pages_are(p):
     """Whatever the table's width, of few tokens."""
     tiles = chosen(p)
     assert tiles.parts == 0 and "keys of long sequences in parts" in str(tiles) and tiles.groups == min(2, -(-p.len_q * tiles.pack // 64))
-    assert tiles.order(p).startswith(str(tiles.count(p)))
+    assert tiles.order(p).startswith(str(tiles.count(p))) and tiles.order(p) == tiles.order(p._replace(tokens=p.tokens or p.batch * p.len_q))
 
 
 @pytest.mark.parametrize(

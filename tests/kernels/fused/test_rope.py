@@ -190,10 +190,16 @@ def test_slots_that_the_pages_do_not_have(kv, device):
     last = append.k.shape[0] * append.k.shape[1]
     append = append._replace(slots=torch.tensor([last - 1, last, last + 7, 1 << 32, -2, -(1 << 32)], device=device))
     rope.launch(p, rope.Tiles(4, 1), qkv, table, positions, None, append)
-    k, v = (qkv.view(6, 4, 32)[:, n:][:, :1] for n in (2, 3))
-    check_codes(append._replace(slots=append.slots.clamp(max=last).where(append.slots < last, -1)), k, v) if kv else check_cache(
-        append._replace(slots=append.slots.where(append.slots < last, -1)), k, v
-    )
+    _, k, v = qkv.view(6, 4, 32).split((2, 1, 1), 1)
+    (check_codes if kv else check_cache)(append._replace(slots=append.slots.where(append.slots < last, -1)), k, v)
+
+
+def test_more_slots_than_the_kernel_counts():
+    rope = pytest.importorskip("onchip.kernels.fused.rope")
+    append = Append(*(torch.zeros(1, 16, 1, 32).expand(1 << 27, -1, -1, -1),) * 2, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"append.k has 134217728 pages of 16 slots; give fewer than 2\^31"):
+        rope.Target.of(append)
+    assert rope.Target.of(append._replace(k=append.k[1:], v=append.v[1:])).num_slots == (1 << 31) - 16
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -54,7 +54,8 @@ class Tiles(NamedTuple):
         return p.kv_heads if self.pack > 1 else p.heads
 
     def order(self, p: Attention) -> str:
-        """How programs take the tiles of a call."""
+        """How programs take the tiles of a call; of queries that go as packed ones, as they go."""
+        p = p if self.parts else p._replace(tokens=p.tokens or p.batch * p.len_q)
         return order(p, self.count(p) * max(1, self.parts), self.programs, side_by_side(p))
 
 

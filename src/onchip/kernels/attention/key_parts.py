@@ -83,7 +83,7 @@ def _join_units(part_ptr, part_lse_ptr, o_ptr, lse_ptr, units_ptr, q_offsets, q_
 # ---- host
 
 POWERS = (16, 8, 4, 2)  # a kernel of its own for each
-WORTH_LISTING = 8192  # keys: one program reads them in 90 us at d128, parts of them, with their list, in half of that
+WORTH_LISTING = 8192  # keys: 128 queries of 32 heads of 128 over as many take 61 us, in one part about 66; over 32k 132 and 263
 JOINED = 8192  # numbers of all parts that a program joins: 64 a thread, all in flight at once
 
 
@@ -104,7 +104,7 @@ def parts_allowed(p: Attention, m: int, n: int) -> tuple[int, ...]:
 def parts_by_lengths(p: Attention, m: int, n: int, heads: int, programs: int) -> bool:
     """Whether a list of tiles is to say in how many parts each one's keys are dealt out: of keys in pages, where the queries make tiles of `m` of `heads` for
     at most half of the programs (of many short sequences there may be more), which may see enough keys for two parts. Queries that are not packed have no
-    list as yet, which is three launches: of them only where keys may be WORTH_LISTING."""
+    list as yet, which with what joins parts is seven launches: of them only where keys may be WORTH_LISTING."""
     if p.keys != "paged" or _together(p):
         return False
     tiles = triton.cdiv(p.tokens, m) if p.tokens else p.batch * triton.cdiv(p.len_q, m)

@@ -444,9 +444,14 @@ class Target(NamedTuple):
         if append is None:
             return Target()
         k, v, slots = append.k, append.v, append.slots.contiguous()
+        num_slots = k.shape[0] * k.shape[1]
+        if num_slots >= 1 << 31:
+            raise ValueError(
+                f"rope_append: append.k has {k.shape[0]} pages of {k.shape[1]} slots; give fewer than 2^31 slots, which the kernel counts in 32 bits"
+            )
         if not isinstance(k, Codes):
-            return Target((k, v), slots=slots, page=k.shape[1], num_slots=len(k) * k.shape[1], strides=_strides("", k, v))
-        num_slots, scales = len(k.codes) * k.shape[1], _strides(".scale and .zero", *k.tensors[1:], *v.tensors[1:])
+            return Target((k, v), slots=slots, page=k.shape[1], num_slots=num_slots, strides=_strides("", k, v))
+        scales = _strides(".scale and .zero", *k.tensors[1:], *v.tensors[1:])
         codes = k.codes.view(torch.uint8), v.codes.view(torch.uint8)
         channel = None if k.channel is None else k.channel.contiguous()
         return Target(codes, (k.scale, v.scale), (k.zero, v.zero), channel, slots, k.shape[1], num_slots, _strides(".codes", *codes), scales)
