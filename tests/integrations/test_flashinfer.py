@@ -713,6 +713,8 @@ def planned(wrapper):
         (lambda w: w.plan(INDPTR[0], TWO, TWO, 4, 2, 16, 16), r"a page list's indptr is torch.int64 \[\] on cpu; give .* of one dimension"),
         (lambda w: w.plan(INDPTR, TWO[0], TWO, 4, 2, 16, 16), r"the list of pages is torch.int64 \[\] on cpu; give"),
         (lambda w: planned(w).run(ONE[:2, :1].repeat(1, 4, 2), ONE.new_zeros(5, 2, 16, 2, 16), sinks=[0.0]), "sinks are a list; give one logit a query head"),
+        (lambda w: planned(w).run([[0.0]], ONE.new_zeros(5, 2, 16, 2, 16)), r"run: q is a list; give a tensor"),
+        (lambda w: planned(w).run(ONE[:2, :1].repeat(1, 4, 2), ([], [])), "paged_kv_cache is neither a tensor"),
         (lambda w: w.plan(INDPTR, TWO.float(), TWO, 4, 2, 16, 16), "the list of pages is torch.float32"),
         (lambda w: w.plan(INDPTR, TWO - 4, TWO, 4, 2, 16, 16), "page -1 is among those of a sequence"),
         (lambda w: fi.BatchPrefillWithRaggedKVCacheWrapper(ONE).plan([0, 4], [0, 4], 4, 2, 16), "qo_indptr is a list"),

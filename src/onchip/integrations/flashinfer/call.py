@@ -124,9 +124,12 @@ def check_shape(name: str, argument: str, given: Tensor, shape: str) -> None:
         raise ValueError(f"{name}: {argument} is {kind_of(given)}; give {shape}")
 
 
-def as_planned(name: str, argument: str, given: torch.dtype, planned: torch.dtype | None) -> None:
-    if planned is not None and given != planned:
-        raise ValueError(f"{name}: {argument}.dtype is {given}, plan() was told {planned}; give plan() the dtype that run() gets")
+def as_planned(name: str, argument: str, given: Tensor, planned: torch.dtype | None) -> None:
+    """Whether it is a tensor, of the dtype that `plan` was told."""
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name}: {argument} is {kind_of(given)}; give a tensor")
+    if planned is not None and given.dtype != planned:
+        raise ValueError(f"{name}: {argument}.dtype is {given.dtype}, plan() was told {planned}; give plan() the dtype that run() gets")
 
 
 # ---- masks and scores

@@ -157,8 +157,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         planned(name, self._way)
         refuse(name, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
         k, v = unpacked(name, paged_kv_cache, self._kv_layout)
-        as_planned(name, "q", q.dtype, self._q_dtype)
-        as_planned(name, "paged_kv_cache", k.dtype, self._kv_dtype)
+        as_planned(name, "q", q, self._q_dtype)
+        as_planned(name, "paged_kv_cache", k, self._kv_dtype)
         check_heads(name, q, k.shape[2], self._heads, self._dim)
         batch = len(self._pages.lengths)
         if q_len_per_req is not None:

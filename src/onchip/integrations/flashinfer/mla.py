@@ -121,14 +121,16 @@ class BatchMLAPagedAttentionWrapper:
         refuse(name, profiler_buffer=profiler_buffer)
         if o_scale is not None and o_scale != 1:
             raise ValueError(f"{name}: o_scale {o_scale} is not supported; outputs are in q's dtype, scale them after")
+        for argument, given in (("q_nope", q_nope), ("ckv_cache", ckv_cache)):
+            as_planned(name, argument, given, None)
         if self._backend == "cutlass":
             refuse_scales(name, ckv_cache.dtype, ckv_scale, ckv_scale_arr, kpe_scale)
             want = Result(q_nope.dtype, return_lse, out, lse, return_lse_base_on_e)
             return self._run_table(name, q_nope, q_pe, ckv_cache, kpe_cache, kv_len, page_table, scaling_of(ckv_scale, ckv_scale_arr, kpe_scale), want)
         planned(name, self._way)
         for argument, given, dtype in (("q_nope", q_nope, self._q_dtype), ("q_pe", q_pe, self._q_dtype), ("ckv_cache", ckv_cache, self._kv_dtype)):
-            as_planned(name, argument, given.dtype, dtype)
-        as_planned(name, "kpe_cache", kpe_cache.dtype, self._kv_dtype)
+            as_planned(name, argument, given, dtype)
+        as_planned(name, "kpe_cache", kpe_cache, self._kv_dtype)
         refuse_scales(name, ckv_cache.dtype, ckv_scale, ckv_scale_arr, kpe_scale)
         for argument, given, dim in (("q_nope", q_nope, self._dims[0]), ("q_pe", q_pe, self._dims[1])):
             if given.shape != (self._rows, self._heads, dim):

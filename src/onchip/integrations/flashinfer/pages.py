@@ -134,7 +134,7 @@ def unpacked(name: str, cache: Tensor | tuple[Tensor, Tensor], layout: str) -> t
         if cache.ndim not in (4, 5) or cache.shape[1] != 2:
             raise ValueError(f"{name}: paged_kv_cache is {list(cache.shape)}; give [pages, 2, page, kv_heads, dim], or [pages, 2, kv_heads, page, dim] for HND")
         cache = cache.unbind(1)
-    if not isinstance(cache, (tuple, list)) or len(cache) != 2 or any(t.ndim not in (3, 4) for t in cache):
+    if not isinstance(cache, (tuple, list)) or len(cache) != 2 or any(not isinstance(t, Tensor) or t.ndim not in (3, 4) for t in cache):
         raise ValueError(f"{name}: paged_kv_cache is neither a tensor [pages, 2, ...] nor a pair of [pages, page, kv_heads, dim]; give one of these")
     heads = 1 if layout == "HND" else 2
     k, v = (t.unsqueeze(heads) if t.ndim == 3 else t for t in cache)

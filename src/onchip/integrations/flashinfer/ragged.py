@@ -145,8 +145,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         refuse(name, kv_cache_sf=kv_cache_sf)
         if o_scale is not None and o_scale != 1:
             raise Unsupported(f"{name}: o_scale {o_scale} is not supported: outputs are in 16 bits; scale them after")
-        as_planned(name, "q", q.dtype, self._q_dtype)
-        as_planned(name, "k", k.dtype, self._kv_dtype)
+        as_planned(name, "q", q, self._q_dtype)
+        as_planned(name, "k", k, self._kv_dtype)
         wide = self._o_dtype if self._o_dtype.itemsize > 1 else torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         dtype = compute_dtype(q.dtype, wide)
         scaling = scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale))
