@@ -22,7 +22,7 @@ QWEN, LLAMA, SMOL = "Qwen3-0.6B", "Llama-3-8B", "SmolLM2-135M"
 SMALL = f"{SMOL}'s shape"
 PROTOCOL = Load(256, (100, 1024), (100, 1024))
 MANY = {"max_batch": 256, "max_len": 4096, "step_tokens": 16_384, "cache_gib": 48.0}  # 37 GiB is all that the protocol fills of Llama's
-CODES = {**MANY, "kv_format": "e4m3"}
+E4M3, INT4 = ({**MANY, "kv_format": codes} for codes in ("e4m3", "int4"))
 ONE = Load(1, (8, 8), (200, 200), temperature=0.0)
 PREFIXED = {"max_batch": 64, "max_len": 8448}
 QUICK = 8  # of so many requests one
@@ -32,7 +32,8 @@ ROWS = (  # those of one engine one after the other
     Row("under load", QWEN, measure.under_load, Load(512, (100, 1024), (16, 256)), MANY, 35, "Poisson arrivals at shares of saturation, in process"),
     Row("continuous batching", QWEN, measure.beside_transformers, PROTOCOL._replace(new=(64, 64)), MANY, 25, "the protocol, but 64 new tokens each"),
     Row("protocol", LLAMA, measure.protocol, PROTOCOL, MANY, 25, "nano-vllm's protocol"),
-    Row("protocol in e4m3", LLAMA, measure.protocol, PROTOCOL, CODES, 25, "the protocol, keys and values in e4m3 (kv_format)"),
+    Row("protocol in e4m3", LLAMA, measure.protocol, PROTOCOL, E4M3, 25, "the protocol, keys and values in e4m3 (kv_format)"),
+    Row("protocol in int4", LLAMA, measure.protocol, PROTOCOL, INT4, 25, "the protocol, keys and values in int4"),
     Row("batch 1", LLAMA, measure.batch_one_beside, ONE, MANY, 49, "8 tokens of prompt, 200 new ones, greedy"),
     Row("shared prefix", LLAMA, measure.shared_prefix, Load(64, (measure.OWN,) * 2, (measure.ANSWER,) * 2), PREFIXED, 40, "8,192 tokens before 128 of each"),
     Row("batch 1", SMALL, measure.batch_one, ONE, {"max_batch": 8, "max_len": 4096}, 7, "8 tokens of prompt, 200 new ones, greedy"),
