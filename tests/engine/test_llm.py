@@ -421,7 +421,8 @@ def test_a_prompt_that_the_cache_can_never_hold(folder):
 def test_an_answer_that_fills_the_cache_ends_there(folder, llm):
     small = LLM(folder, dtype="fp32", device="cpu", cache_gib=EACH * 2.5)
     (done,) = small.generate([[5]], SamplingParams(60, ignore_eos=True))
-    assert done.reason == "length" and done.tokens == llm.generate([[5]], SamplingParams(31, ignore_eos=True))[0].tokens
+    assert (done.reason, done.full) == ("length", "cache") and done.tokens == llm.generate([[5]], SamplingParams(31, ignore_eos=True))[0].tokens
+    assert [llm.generate([[5]], SamplingParams(most, ignore_eos=True))[0].full for most in (2, 10**6)] == ["max_tokens", "context"]
 
 
 @pytest.mark.parametrize("gib", [1e-9, 0.0, -1.0])

@@ -435,7 +435,7 @@ def test_embeddings_keep_no_answer_waiting(alone):
         ({"n": 1000}, 400, "n is 1000"),
         ({"stop": [""]}, 400, "stop.0 is ''"),
         ({"priority": 9}, 400, "priority is not a field"),
-        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "messages.0.name is not a field"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, 400, "messages.0.weight is not a field"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, 400, "messages.0.content is no Unicode at character 1"),
         ({"messages": [{"role": "user", "content": "why wait " * 5000}]}, 400, "in the first 2400 of them, and this server takes 300; shorten it"),
         ({"messages": [{"role": "user", "content": "why wait " * 60}] * 50}, 400, "the conversation has 27407 characters, 823 tokens in the first 2400"),
@@ -454,8 +454,8 @@ def test_embeddings_keep_no_answer_waiting(alone):
         ({"logit_bias": {"hello": 1}}, 400, "logit_bias"),
         ({"logit_bias": {"05": 1}}, 400, "logit_bias has a key that is no token id"),
         ({"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias has a key that is no token id"),
-        ({"logit_bias": {str(i): 1 for i in range(2000)}}, 400, "logit_bias: 2000 entries are more than 512; give fewer"),
-        ({"stop_token_ids": list(range(5000))}, 400, "stop_token_ids: 5000 entries are more than 512; give fewer"),
+        ({"logit_bias": {str(i): 1 for i in range(2000)}}, 400, "logit_bias: 2000 entries are more than 496; give fewer"),
+        ({"stop_token_ids": list(range(5000))}, 400, "stop_token_ids: 5000 entries are more than 496; give fewer"),
         ({"top_logprobs": 2}, 400, "set logprobs to true"),
         ({"stream_options": {"include_usage": True}}, 400, "set stream to true"),
         ({"response_format": {"type": "json_schema"}}, 400, "give json_schema"),
@@ -479,6 +479,21 @@ def test_a_mistake_is_one_sentence(live, changes, status, words):
     assert words in error["message"] and "\n" not in error["message"] and len(answer.content) < 1000
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": ["ok", "\ud800"]}, "prompt 1 is no Unicode"),
+        ({"prompt": ["ok", "", "ok"]}, "prompt 1: prompt is empty"),
+        ({"prompt": [[5], [7], [10**6]]}, "prompt 2: prompt has token ids from"),
+        ({"prompt": "ok", "logit_bias": {"99999": 1}}, "logit_bias has token 99999; the vocabulary is"),
+        ({"prompt": ["ok", "ok"], "stop_token_ids": [99999]}, "prompt 0: stop_token_ids has token 99999"),
+    ],
+)
+def test_a_mistake_names_the_prompt_of_several(live, changes, words):
+    answer = live.http.post("/v1/completions", content=json.dumps({"model": "tiny", "max_tokens": 2} | changes), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(words)
+
+
 @pytest.mark.parametrize("body", [b'{"model":', b"", b"[1]", b"\xff\xfe", b"[" * 40_000, b'{"model": NaN}'], ids=lambda body: str(body[:12]))
 def test_a_body_that_is_no_json(live, body):
     answer = live.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
@@ -492,6 +507,7 @@ def test_a_body_that_is_no_json(live, body):
         {"temperature": 1e-9},
         {"messages": [ASK["messages"][0], {"role": "assistant", "content": None}, ASK["messages"][0]]},
         {"structured_outputs": {"json": True}, "temperature": 0.0, "logit_bias": {}},
+        {"messages": [ASK["messages"][0] | {"name": "bob"}], "stop_token_ids": [5]},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
     ],
     ids=lambda changes: next(iter(changes)),

@@ -374,14 +374,14 @@ class LLM:
             raise ValueError(f"{name} has params {params!r:.60}; give SamplingParams(max_tokens=...)")
         ids = tokens_of(name, prompt, chat, self.tokenizer)
         check_asked(name, ids, params, priority, self.config.vocab, self.tokenizer)
-        limit = limit_of(name, len(ids), params.max_tokens, self.max_len, self._capacity)
+        limit, full = limit_of(name, len(ids), params.max_tokens, self.max_len, self._capacity)
         self._slot(name, params.adapter)
         seed = torch.randint(2**62, (1,)).item() if params.seed is None else int(params.seed)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         samples: list[Request] = []
         for i in range(params.n):
             text = StopText(Stream(self.tokenizer) if self.tokenizer else NoText(), params.stop, params.min_tokens)
-            samples.append(Request(ids, params, (seed + i + 2**63) % 2**64 - 2**63, limit, text, priority, ends, samples=samples))
+            samples.append(Request(ids, params, (seed + i + 2**63) % 2**64 - 2**63, limit, text, priority, ends, samples=samples, full=full))
         if params.grammar is not None:
             matcher = self.vocabulary.matcher(params.grammar)
             for sample in samples:

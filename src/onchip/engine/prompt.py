@@ -72,8 +72,8 @@ def check_request(what: str, request: Request) -> None:
         raise ValueError(f"{what}: {request!r:.60} is no request; give what LLM.request(prompt, SamplingParams()) makes")
 
 
-def limit_of(name: str, count: int, asked: int, context: int, capacity: int) -> int:
-    """Most new tokens after a prompt of `count`: those `asked` for, cut to the context and to what the cache holds.
+def limit_of(name: str, count: int, asked: int, context: int, capacity: int) -> tuple[int, str]:
+    """Most new tokens after a prompt of `count`: those `asked` for, cut to the context and to what the cache holds; and which of the three it is.
 
     Raises ValueError for a prompt that leaves no room in the context for the first of them, OutOfPages for one that leaves none in the cache.
     """
@@ -82,7 +82,7 @@ def limit_of(name: str, count: int, asked: int, context: int, capacity: int) -> 
         raise ValueError(f"{name} has {count} tokens, the context is {context}, {kept} of them for the answer; shorten the prompt")
     if count + first > capacity:
         raise OutOfPages(f"{name} has {count} tokens and the cache holds {capacity}, {kept} of them for the answer; give a larger cache_gib")
-    return min(asked, context - count, capacity - count)
+    return min((asked, "max_tokens"), (context - count, "context"), (capacity - count, "cache"), key=operator.itemgetter(0))
 
 
 def check_asked(name: str, ids: list[int], params: SamplingParams, priority: int, vocab: int, tokenizer: Tokenizer | None) -> None:

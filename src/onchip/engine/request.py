@@ -18,6 +18,7 @@ from onchip.models.kinds import MOST, Kind, check_options, is_whole, of_type
 from onchip.ops.sampling import MOST_TOP
 
 MOST_BIASED = 512  # tokens of a request with a logit bias, or that min_tokens forbids
+MOST_NAMED = MOST_BIASED - 16  # of these that a caller names; the others are ends of text
 LEAST_TEMPERATURE = 1e-5  # logits over less overflow
 MOST_SAMPLES = 1 << 16  # of a prompt: all of them are made before one runs
 WHOLE = Kind("a whole number", lambda value: is_whole(value, -math.inf, math.inf))
@@ -104,8 +105,8 @@ class SamplingParams:
             (-1e3 <= self.presence_penalty <= 1e3, "presence_penalty", "-1000 to 1000; 0 is none"),
             (-1e3 <= self.frequency_penalty <= 1e3, "frequency_penalty", "-1000 to 1000; 0 is none"),
             (all(_token(t) and _biases(x) for t, x in bias.items()), "logit_bias", "{token id: -1e30 to 1e30, or an infinity}"),
-            (len(self.stop_token_ids) <= MOST_BIASED - 16, "stop_token_ids", f"at most {MOST_BIASED - 16}"),
-            (len(bias) + len(self.stop_token_ids) <= MOST_BIASED - 16, "logit_bias", f"at most {MOST_BIASED - 16} tokens, stop_token_ids included"),
+            (len(self.stop_token_ids) <= MOST_NAMED, "stop_token_ids", f"at most {MOST_NAMED}"),
+            (len(bias) + len(self.stop_token_ids) <= MOST_NAMED, "logit_bias", f"at most {MOST_NAMED} tokens, stop_token_ids included"),
             (self.logprobs is None or 0 <= self.logprobs <= MOST_TOP, "logprobs", most),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_TOP, "prompt_logprobs", most),
         )
@@ -121,7 +122,7 @@ class SamplingParams:
 
 
 def _token(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+    return WHOLE.fits(x) and x >= 0
 
 
 def _biases(x: object) -> bool:
@@ -140,8 +141,9 @@ class TokenLogProbs(NamedTuple):
 class Completion:
     """The continuation of one prompt.
 
-    reason   "stop" (end-of-text token, a stop token or a stop string), "length" (max_tokens, or the context or the cache is full), "cancelled", or
-             "error: ..." with what went wrong.
+    reason   "stop" (end-of-text token, a stop token or a stop string), "length" (no more tokens: `full` says of what), "cancelled", or "error: ..." with
+             what went wrong.
+    full     where reason is "length": "max_tokens", "context" (the model's, or `LLM(max_len=)`) or "cache" (a larger `cache_gib` holds more); else "".
     cached_tokens     of the prompt, that the prefix cache knew.
     logprobs          of each token, where asked for.        prompt_logprobs   of each token of the prompt; None for the first, which nothing predicts.
     """
@@ -153,6 +155,7 @@ class Completion:
     cached_tokens: int = field(default=0, compare=False)
     logprobs: list[TokenLogProbs] | None = None
     prompt_logprobs: list[TokenLogProbs | None] | None = None
+    full: str = ""
 
 
 class TokenMask(Protocol):
@@ -184,7 +187,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     seed: int
-    limit: int  # most new tokens: max_tokens, cut to the context and the cache
+    limit: int  # most new tokens: max_tokens, cut to the context and the cache; `full` says which it is
     text: StopText
     priority: int = 0
     ends: frozenset[int] = frozenset()  # tokens that end the text
@@ -203,6 +206,7 @@ class Request:
     prompt_logprobs: list[TokenLogProbs | None] | None = None
     first_token_at: float | None = None
     allowed: Tensor | None = None  # the mask's row for the next token
+    full: str = "max_tokens"
 
     def __post_init__(self):
         self.logprobs = None if self.params.logprobs is None else []
@@ -277,7 +281,7 @@ class Request:
 
     def completion(self) -> Completion:
         done = self.prompt, self.tokens, self.text.text, self.reason
-        return Completion(*done, self.cached_tokens or 0, self.logprobs, self.samples[0].prompt_logprobs)
+        return Completion(*done, self.cached_tokens or 0, self.logprobs, self.samples[0].prompt_logprobs, self.full if self.reason == "length" else "")
 
 
 class Event(NamedTuple):

@@ -99,9 +99,9 @@ class Front:
         return [self.llm.tokenizer.encode(text, special=False)]
 
     def plain(self, prompts: list[str | list[int]]) -> list[str | list[int]]:
-        for prompt in prompts:
+        for i, prompt in enumerate(prompts):
             if isinstance(prompt, str) and self.llm.tokenizer is not None:
-                self._check("the prompt", prompt)
+                self._check(f"prompt {i}" if len(prompts) > 1 else "the prompt", prompt)
         return prompts
 
     def _check(self, name: str, text: str) -> None:
@@ -124,15 +124,19 @@ class Front:
                     await asyncio.get_running_loop().run_in_executor(self._parsers, self._constrain, grammar, body.min_tokens, made)
                 return self.serving.submit(made, arrived)
         except (ValueError, OutOfPages) as error:  # OutOfPages: one that the empty cache could not hold
-            raise ApiError(400, str(error).removeprefix("SamplingParams: ").removeprefix("request: ")) from None
+            raise ApiError(400, _said(error)) from None
 
     def _requests(self, body: Generation, read: Callable[[], list]) -> list[EngineRequest]:
         """Away from the event loop: text becomes tokens here."""
         params = body.params(self.llm.max_len, adapter=None if body.model == self.name else body.model)
-        made = [self.llm.request(prompt, params) for prompt in read()]
-        for request in made:
-            if self.limits.max_prompt is not None and len(request.prompt) > self.limits.max_prompt:
-                raise ValueError(f"the prompt has {len(request.prompt)} tokens and this server takes {self.limits.max_prompt}; shorten it")
+        made, prompts = [], read()
+        for i, prompt in enumerate(prompts):
+            try:
+                made.append(self.llm.request(prompt, params))
+                if self.limits.max_prompt is not None and len(made[-1].prompt) > self.limits.max_prompt:
+                    raise ValueError(f"the prompt has {len(made[-1].prompt)} tokens and this server takes {self.limits.max_prompt}; shorten it")
+            except (ValueError, OutOfPages) as error:
+                raise ApiError(400, f"prompt {i}: {_said(error)}" if len(prompts) > 1 else _said(error)) from None
         return made
 
     def _constrain(self, grammar: Grammar, min_tokens: int | None, made: list[EngineRequest]) -> None:
@@ -146,6 +150,11 @@ class Front:
         for request in made:
             for sample in request.samples:
                 sample.mask = matcher.copy(budget)
+
+
+def _said(error: Exception) -> str:
+    """What the engine found, without the names that it has for its arguments."""
+    return str(error).removeprefix("SamplingParams: ").removeprefix("request: ").removeprefix("prompt: ")
 
 
 def check_served(asked: str, models: Iterable[str]) -> None:

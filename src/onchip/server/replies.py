@@ -14,7 +14,7 @@ from onchip.engine.grammar import speller
 from onchip.engine.request import Request, TokenLogProbs
 from onchip.models.tokenizer import Tokenizer
 from onchip.server import errors
-from onchip.server.serving import Job, Piece
+from onchip.server.serving import ENDED, Job, Piece
 
 KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it lives: proxies close silent connections after 30 to 60 s
 DUMP = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -189,7 +189,7 @@ def _failure(piece: Piece) -> tuple[int, str] | None:
     if piece.reason is None or piece.reason in ("stop", "length"):
         return None
     why = piece.reason.removeprefix("error: ")
-    return 400 if why.startswith("the mask of its tokens") else 500, why
+    return 400 if why.startswith("the mask of its tokens") else 503 if why in ENDED else 500, why
 
 
 def _event(data: dict) -> bytes:

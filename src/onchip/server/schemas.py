@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from onchip.engine.grammar import Grammar
-from onchip.engine.request import SamplingParams
+from onchip.engine.request import MOST_NAMED, SamplingParams
 
 MAX_CHOICES = 128  # prompts times samples of one call
 TOP_LOGPROBS = 20
@@ -145,7 +145,7 @@ class Generation(Body):
     max_tokens: int | None = Field(None, ge=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float], _at_most(512)] | None = None
+    logit_bias: Annotated[dict[str, float], _at_most(MOST_NAMED)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - MAX_CHOICES)
     # beyond OpenAI's
     top_k: int | None = None
@@ -153,7 +153,7 @@ class Generation(Body):
     typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True), _at_most(512)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True), _at_most(MOST_NAMED)] | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     # taken and dropped
@@ -235,6 +235,7 @@ class Part(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
+    name: str | None = None  # taken and dropped: chat templates have no place for it
     content: Annotated[list[Part], Field(fail_fast=True), _at_most(10_000), BeforeValidator(_parts)]
     annotations: Annotated[list, Field(max_length=0)] = []  # of an answer that is sent back
     tool_calls: Annotated[list, Field(max_length=0)] = []

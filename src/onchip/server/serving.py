@@ -31,6 +31,7 @@ FAILURES = 3  # steps in a row that may fail before the engine gives up
 SWITCH_INTERVAL = 0.0005
 YOUNG = 10_000  # objects until Python looks for garbage among them: every 700, a body of 4 MB of small lists takes 0.22 s to read, not 0.08
 SHUT = "the server is shutting down; send the request to another one"
+ENDED = "the server was shut down before the answer was complete", "the engine has stopped"  # why an answer is not whole, and another server may help
 T = TypeVar("T")
 
 
@@ -244,7 +245,7 @@ class Serving:
                 self.metrics.watch(self.llm)  # before whoever has an answer can ask
                 self._flush()
         finally:  # after a bug too, whose traceback Python prints
-            why = "error: the server was shut down before the answer was complete" if self._ending else "error: the engine has stopped"
+            why = f"error: {ENDED[0] if self._ending else ENDED[1]}"
             self._dead = True
             for life in list(self._lives.values()):
                 self._end(life, why)
