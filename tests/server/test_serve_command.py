@@ -109,8 +109,6 @@ def test_answers_that_outlast_the_drain_are_told(tmp_path):
             rest = [line for line in lines if line]
         told = "the server was shut down before the answer was complete", "overloaded_error"
         assert rest[-1] == "data: [DONE]" and all(words in line for line in rest[-3:-1] for words in told)
-            "the server was shut down before the answer was complete" in line and "overloaded_error" in line for line in rest[-3:-1]
-        )
         log = server.stderr.read()
         assert server.wait(PATIENCE) in (0, -signal.SIGTERM)
     assert "--drain 0: 2 answers were on their way after so many seconds and end here" in log and "Traceback" not in log and "ERROR" not in log
