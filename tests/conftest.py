@@ -5,6 +5,7 @@ import gc
 import os
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,14 @@ def pytest_collectstart(collector):
         torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is wide
 def pytest_collection_modifyitems(items):
+    seen = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None and item.get_closest_marker("wide") is None:
+            if seen[item.nodeid.partition("[")[0]] % mark.args[0]:
+                item.add_marker("wide")
+            seen[item.nodeid.partition("[")[0]] += 1
     if "PYTEST_XDIST_WORKER" in os.environ:  # one that came last would leave the other processes idle
         order = {f"tests/{name}.py": at for at, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))

@@ -37,6 +37,7 @@ def as_bench():
 
 
 @named
+@pytest.mark.sampled(3)
 def test_onchip_and_flex_attention_agree_with_the_reference(name):
     made = data.inputs(row("forward", name), CPU)
     ours = passes.onchip(made).run()

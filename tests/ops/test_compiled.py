@@ -135,11 +135,13 @@ SCORES = {
 
 
 @pytest.mark.parametrize(("name", "backend"), cases(MASKS, "document and causal", "function made inside"))
+@pytest.mark.sampled(2)
 def test_attention_with_a_mask(name, backend):
     check(lambda q, k, v: onchip.attention(q, k, v, mask=MASKS[name]()), qkv(BATCH, LEN), (), backend)
 
 
 @pytest.mark.parametrize(("name", "backend"), cases(SCORES, "part of a bias", "several", "sinks", "dropout"))
+@pytest.mark.sampled(2)
 def test_attention_with_a_score(name, backend):
     keywords, reads = SCORES[name]
     check(lambda q, k, v: onchip.attention(q, k, v, **keywords()), qkv(BATCH, LEN), reads, backend)
@@ -203,6 +205,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("name", "backend"), cases(OTHERS, "packed pair", "paged"))
+@pytest.mark.sampled(2)
 def test_packed_paged_merge(name, backend):
     function, inputs, reads = OTHERS[name]
     check(function, inputs(), reads, backend)
@@ -358,6 +361,7 @@ def test_an_export_and_its_file(strict):
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", ["paged", "packed", "chosen pages", "cascade"])
+@pytest.mark.sampled(2)
 def test_an_export_of_any_batch(name, strict):
     pages, table, lengths = torch.randn(9, 4, KV_HEADS, DIM), torch.arange(6, dtype=torch.int32).view(3, 2), torch.tensor([5, 8, 1], dtype=torch.int32)
     shared = onchip.Level(torch.tensor([[6, 7]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32), None, 3)

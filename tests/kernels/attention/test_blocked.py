@@ -407,6 +407,7 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.sampled(2)
 def test_the_same_bits_again(name, dtype):
     """Gradients too, of two threads, with a table that every score reads."""
     torch.use_deterministic_algorithms(False)

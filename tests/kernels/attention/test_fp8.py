@@ -127,6 +127,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "mode"), timings(CASES, [*CASES[:5], CASES[9], CASES[12], *CASES[-5:-3], *CASES[-2:]]), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))
@@ -229,6 +230,7 @@ BUGS_OF_PARTS = {
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(case, bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
     call = call_of(case)

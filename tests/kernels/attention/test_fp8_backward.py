@@ -187,6 +187,7 @@ CASES = [
 
 @emulated_only
 @pytest.mark.parametrize(("case", "mode"), timings(CASES, [*CASES[:4], CASES[5]]), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(case, mode):
     check(case, mode)
 
@@ -265,6 +266,7 @@ BUGS = {  # what is wrong, and how the sources differ
 
 @emulated_only
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
     for mode in MODES:

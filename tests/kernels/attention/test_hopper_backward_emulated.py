@@ -238,6 +238,7 @@ HARD += [CASES[-12], CASES[-11]]
 
 
 @pytest.mark.parametrize(("case", "mode"), timings(CASES + UNSCALED, HARD), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(case, mode):
     check(case, mode)
 
@@ -522,6 +523,7 @@ BUGS += [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     for mode in MODES:
         try:

@@ -188,6 +188,7 @@ CASES = [
 
 @emulates
 @pytest.mark.parametrize(("c", "mode"), timings(CASES, [*CASES[:4], CASES[13], *CASES[-6:-1]]), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(c, mode):
     call = call_of(c)
     judge(c, call, emulated(c, call, mode))
@@ -297,6 +298,7 @@ BUGS = [
 
 @emulates
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
     call = call_of(bug.case)

@@ -428,6 +428,7 @@ HARD = [*DENSE[:5], PACKED[0], PACKED[6], MODS[0], *TILED[:3], ADDED[0], STEEP[0
 
 
 @pytest.mark.parametrize(("case", "mode"), timings(DENSE + HALVES + PACKED + MODS + PADDED + TILED + ADDED + STEEP + DROPPED + UNSCALED, HARD), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))
@@ -691,6 +692,7 @@ BUGS += [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
     call = call_of(bug.case)

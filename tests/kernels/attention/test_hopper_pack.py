@@ -67,6 +67,7 @@ def filled():
 
 
 @pytest.mark.parametrize(("case", "mode"), timings(PACKED + PAGED, [*PACKED[:5], PACKED[23], *PAGED[:2]]), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(case, mode):
     if isinstance(case, paged.Case):
         paged.test_emulated(case, mode)
@@ -104,6 +105,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     plain.test_a_planted_bug_shows(bug)
 

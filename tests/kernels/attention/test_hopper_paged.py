@@ -139,6 +139,7 @@ CASES = [
 
 @emulates
 @pytest.mark.parametrize(("c", "mode"), timings(CASES, [CASES[1], CASES[3], CASES[9], CASES[10], CASES[13], CASES[15], CASES[16]]), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(c, mode):
     call = call_of(c)
     judge(c, call, emulated(c, call, mode))
@@ -231,6 +232,7 @@ BUGS = [
 
 @emulates
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
     call = call_of(bug.case)

@@ -93,6 +93,7 @@ def filled():
 
 @emulates
 @pytest.mark.parametrize(("case", "mode"), timings(CASES + PACKED + SCORED, [SMALL, TALL, SINKS, UNEVEN]), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(case, mode):
     call = plain.call_of(case)
     plain.check(case, call, plain.emulated(case, call, mode))
@@ -188,6 +189,7 @@ BUGS = [
 
 @emulates
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
     call = plain.call_of(bug.case)

@@ -119,6 +119,7 @@ CASES = [
 
 @emulates
 @pytest.mark.parametrize(("c", "mode"), timings(CASES, [CASES[0], *CASES[4:10]]), ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(c, mode):
     call = ragged(c)
     judge(c, call, emulated(c, call, mode))
@@ -157,6 +158,7 @@ BUGS = [
 
 @emulates
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
     call = ragged(bug.case)

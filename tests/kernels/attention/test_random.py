@@ -411,6 +411,7 @@ EXACT = {
     ("name", "through"),
     [(name, "LSE too") for name in EXACT] + [(name, "out") for name in ("plain", "a mask that reads", "rows that see nothing")],
 )
+@pytest.mark.sampled(2)
 def test_finite_differences(name, through):
     """`torch.autograd.gradcheck` on `blocked` in float64, in tiles of a few rows and keys."""
     how = dict(EXACT[name])

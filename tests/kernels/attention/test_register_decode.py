@@ -94,6 +94,7 @@ CASES = [
 
 @emulates
 @pytest.mark.parametrize(("form", "lengths", "page", "how", "sizes"), CASES, ids=str)
+@pytest.mark.sampled(2)
 def test_emulated(form, lengths, page, how, sizes):
     p, q, cache = call(form, lengths, page, **{k: v for k, v in sizes.items() if k != "rows"})
     judge(p, q, cache, emulated(p, q, cache, (*how[:3], sizes.get("rows", how[3]), *how[4:])))
@@ -213,6 +214,7 @@ BUGS = [
 
 @emulates
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.sampled(3)
 def test_a_planted_bug_shows(bug):
     form, lengths, page, how, sizes = bug.case
     p, q, cache = call(form, lengths, page, **sizes)
