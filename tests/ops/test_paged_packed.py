@@ -8,6 +8,7 @@ from judge import assert_as_good_as_torch, poisoned
 from onchip.core.masks import Band, Causal, Chunked, Full, Window
 from onchip.core.problem import Attention
 from onchip.core.scores import ALiBi
+from onchip.integrations import flashinfer
 from onchip.kernels.attention import DECODE, cost
 from onchip.ops.attention import PagedKV
 
@@ -224,3 +225,51 @@ def test_arguments_that_disagree(change, words):
     given = {"q": q, "q_offsets": offsets} | change
     with pytest.raises(ValueError, match=f"^paged_attention: {words}"):
         onchip.paged_attention(given.pop("q"), paged(MIXED, 4, 2, 16, FP32, "cpu"), **given)
+
+
+@pytest.mark.parametrize("page", [1, 256])
+def test_a_hundred_thousand_keys(page):
+    """131,072 keys and one, beside a sequence of one key, against the formula in float64."""
+    sequences = ((2, 131_073), (1, 1))
+    (q, offsets), cache = packed(sequences, 2, 16, FP32, "cpu"), paged(sequences, page, 1, 16, FP32, "cpu")
+    out = onchip.paged_attention(q, cache, q_offsets=offsets)
+    own = cache.page_table[0, : -(-131_073 // page)].long()
+    k, v = (pool[own].flatten(0, 1)[:131_073, 0] for pool in (cache.k, cache.v))
+    hidden = torch.tensor([True, False])[:, None, None] & (torch.arange(131_073) == 131_072)  # the last key, from the query before the last
+
+    def formula(dtype):
+        scores = torch.einsum("qhd,kd->qhk", q[:2].to(dtype), k.to(dtype)) / 4
+        return torch.einsum("qhk,kd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v.to(dtype))
+
+    torchs = torch.nn.functional.scaled_dot_product_attention(q[:2].transpose(0, 1), k[None].expand(2, -1, -1), v[None].expand(2, -1, -1), ~hidden[None, :, 0])
+    assert_as_good_as_torch(out[:2], (formula(FP32), torchs.transpose(0, 1)), formula(torch.float64))
+    assert torch.equal(out[2], cache.v[cache.page_table[1, 0], 0].expand(2, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("form", [None, "e4m3", "int8", "int4/32"])
+def test_nothing_waits_for_the_device(form, device):
+    """A decode, a mixed batch and FlashInfer's `run`: nothing reads what a tensor on the GPU holds."""
+    sequences = ((1, 300), (1, 40), (1, 0), (1, 129))
+    (q, _), cache = packed(sequences, 8, 128, BF16, device), paged(sequences, 16, 2, 128, BF16, device)
+    (more, places), mixed = packed(((40, 300), *sequences[1:]), 8, 128, BF16, device), cache
+    codes = cache if form is None else onchip.quantise_cache(PagedKV(cache.k.nan_to_num(), cache.v.nan_to_num(), *cache[2:]), form)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(8, device=device))
+    ends = torch.tensor([0, 19, 22, 22, 31], dtype=torch.int32)
+    wrapper.plan(ends, cache.page_table[:, :19].flatten()[:31] % len(cache.k), torch.tensor([12, 8, 0, 1]), 8, 2, 128, 16, q_data_type=BF16)
+
+    def everything():
+        found = [onchip.paged_attention(q[:, None], codes), *onchip.paged_attention(q[:, None], codes, mask=Window(60), return_lse=True)]
+        found += [onchip.paged_attention(q[:, None], codes, batch_invariant=True)]
+        if form is None:
+            found += [onchip.paged_attention(more, mixed, q_offsets=places, longest=40), wrapper.run(q, (cache.k, cache.v))]
+        return found
+
+    everything()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(len(t) for t in again)
