@@ -779,6 +779,8 @@ def latent(ckv, kpe, sm_scale=0.5):
         (lambda w: fi.get_batch_indices_positions(INDPTR, TWO[:1], 2), r"seq_lens is torch.int64 \[1\] on cpu; give \[2\], the keys of each sequence"),
         (lambda w: w.plan(INDPTR, TWO, TWO, 4, 2, 16, 16, window_left="1"), r"plan: window_left is '1'; give a whole number of keys, or -1"),
         (lambda w: w.plan(INDPTR, TWO, TWO, 4, 2, 16, 16, logits_soft_cap="1"), r"plan: logits_soft_cap is '1'; give a number, or None"),
+        (lambda w: w.plan(INDPTR, TWO, TWO, 4, 2, 16, 16.0), r"plan: page_size is 16.0; give a whole number, 1 or more"),
+        (lambda w: w.plan(INDPTR, TWO, TWO, 4, 2, 16, 16, q_len_per_req=1.0), r"plan: q_len_per_req is 1.0; give a whole number, 1 or more"),
         (lambda w: scaled(w, window_left="1"), r"run: window_left is '1'; give a whole number"),
         (lambda w: scaled(w, q_scale="a"), r"q_scale is 'a'; give a number, a tensor of one, or one a head"),
         (lambda w: scaled(w, k_scale="a"), r"k_scale is 'a'; give a number"),

@@ -106,6 +106,15 @@ COMPILED = {
 }
 
 
+def test_half_of_an_append_in_a_compiled_graph():
+    """Keys that are None are a mistake there too, no call without a cache."""
+    x, table, places, page = torch.randn(T, 8 * DIM), torch.randn(40, DIM), torch.arange(T), torch.zeros(2, 16, 2, DIM)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: rope_append(x, table, places, (4, 2), append=Append(None, page, places)), fullgraph=True, backend="aot_eager")
+    with pytest.raises(TypeError, match=r"rope_append: append\.k is a NoneType; give a tensor"):
+        compiled(x)
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_an_offset_in_a_compiled_graph(name):
     function, shape, width = COMPILED[name]

@@ -6,6 +6,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_count
 from onchip.integrations.flashinfer.call import (
     BACKENDS,
     LAYOUTS,
@@ -117,8 +118,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         if window_right != 0:
             raise ValueError(f"{name}: window_right {window_right} is not supported; a decoded token sees none after itself, so leave it 0")
-        if q_len_per_req < 1:
-            raise ValueError(f"{name}: q_len_per_req {q_len_per_req} is less than 1; give the queries of each sequence")
+        check_count(name, 1, q_len_per_req=q_len_per_req)
         lists = lists_of(name, indptr, last_page_len, page_size, seq_lens)
         if q_len_per_req > 1 and len(lists.lengths) and int(lists.lengths.min()) < q_len_per_req:
             raise ValueError(f"{name}: q_len_per_req={q_len_per_req} requires kv_len >= q_len_per_req, and a sequence has {int(lists.lengths.min())} keys")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core import device as devices
+from onchip.core.arguments import check_count
 from onchip.core.problem import Attention, Operands
 from onchip.core.scores import chain
 from onchip.core.trace import readable
@@ -68,6 +69,7 @@ class Lists(NamedTuple):
 
 def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int, lengths: Tensor | None = None) -> Lists:
     """What `plan` is given, checked, and copied. `lengths`: those of the keys, where they are given instead of the last pages' own."""
+    check_count(name, 1, page_size=page)
     indptr = on_host(name, "a page list's indptr", indptr)
     if lengths is not None:
         indptr = indptr[: lengths.numel() + 1]  # longer ones have no meaning
