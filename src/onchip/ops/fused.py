@@ -49,7 +49,7 @@ def rope_append(
     Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous. It has no gradient, and says so.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling:  # whose sizes may be symbols
+    if not compiling and tuple(map(type, heads) if type(heads) is tuple else ()) != (int, int):  # compiled, sizes may be symbols
         _check_heads(heads)
     num_q, num_kv = heads
     check_tensors("rope_append", qkv=qkv, table=table, positions=positions)
