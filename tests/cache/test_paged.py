@@ -85,6 +85,12 @@ def test_channels_that_do_not_fit():
     for form, channel in ((None, torch.ones(2, 3, 64)), ("int8", torch.ones(3, 64)), ("int8", torch.ones(2, 3, 64).double())):
         with pytest.raises(ValueError, match=r"PagePool: channel is .* beside format .*; give float32 \[2, 3, 64\] beside a format, or None"):
             PagePool(2, 5, 16, 3, 64, dtype=torch.bfloat16, device=CPU, format=form, channel=channel)
+    with pytest.raises(ValueError, match=r"PagePool: channel is a list beside format int8; give float32 \[2, 3, 64\]"):
+        PagePool(2, 5, 16, 3, 64, dtype=torch.bfloat16, device=CPU, format="int8", channel=[1.0])
+    for number in (0.0, torch.inf, torch.nan):  # what is divided by it would read NaN
+        channel = torch.ones(2, 3, 64).index_fill_(0, torch.tensor([1]), number)
+        with pytest.raises(ValueError, match=rf"^PagePool: channel has 192 numbers that are 0 or not finite \({number:g} first\); give others"):
+            PagePool(2, 5, 16, 3, 64, dtype=torch.bfloat16, device=CPU, format="int8", channel=channel)
     with pytest.raises(ValueError, match="format int8/32 of heads of 5"):
         PagePool(2, 5, 16, 3, 5, dtype=torch.bfloat16, device=CPU, format="int8/32")
 
@@ -336,10 +342,19 @@ def test_what_was_truncated_is_not_written_to(page, kept, appended, copies):
 @pytest.mark.parametrize("count", [-1, 1.5, True])
 def test_counts_that_are_none(count):
     p, a = pool(), PageList()
-    for call, what in ((lambda: p.reserve(a, count), "reserve: tokens"), (lambda: p.take(count), "take: pages")):
+    calls = (lambda: p.reserve(a, count), "reserve: tokens"), (lambda: p.take(count), "take: pages"), (lambda: p.table([a], count), "table: width")
+    for call, what in calls:
         with pytest.raises(ValueError, match=f"^{what} is {count}; give a whole number, 0 or more"):
             call()
     assert p.num_free == 8 and a.pages == []
+
+
+@pytest.mark.parametrize(
+    "slots", [([1], [2]), (torch.tensor([1]), torch.tensor([2, 3])), (torch.tensor([1.0]), torch.tensor([2])), (torch.tensor(1),) * 2], ids=str
+)
+def test_slots_that_cannot_move(slots):
+    with pytest.raises(ValueError, match=r"^move: (source|target) is .*; give int64 \[n\], as many slots of source as of target"):
+        pool().move(*slots)
 
 
 def test_free_pages_cannot_be_shared():

@@ -212,11 +212,21 @@ def test_what_is_no_count_and_what_is_no_token():
             tree.match(tokens)
     with pytest.raises(ValueError, match="a sequence of 4 tokens has 1 pages; give one that holds its tokens"):
         tree.insert([1, 2, 3, 4], PageList([3], 4))
+    for count in (1.5, "a", None):
+        with pytest.raises(ValueError, match=f"^RadixTree.evict: count is {count!r}; give a whole number"):
+            tree.evict(count)
     assert tree.num_pages == 2
 
 
+def test_the_host_memory_of_another_pool():
+    """Its pages would go there, and come back, in place of the tree's."""
+    with pytest.raises(ValueError, match=r"^RadixTree: host is made for another pool; give HostPool\(pool, slots\) of the same pool"):
+        RadixTree(pool(8), HostPool(pool(8), 4))
+
+
 def test_clear():
-    tree = RadixTree(pool(8), HostPool(pool(8), 4))
+    p = pool(8)
+    tree = RadixTree(p, HostPool(p, 4))
     remember(tree, [1, 2, 3, 4], [1, 2, 5, 6])
     held = tree.match([1, 2])
     tree.evict(1)

@@ -270,3 +270,24 @@ def test_a_device_of_torchs_and_lists_of_different_lengths():
     for some in (lengths[:1], []):
         with pytest.raises(ValueError, match=rf"^plan_cascade: 2 lists of pages and {len(some)} lengths; give one of each a sequence"):
             plan_cascade(problem(2), pages, some, H200)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"lengths": [33, 40]}, "sequence 0 has length 33 and 2 pages of 16 tokens; give a whole number, 0 to 32, or all of its pages"),
+        ({"lengths": [32, -1]}, "sequence 1 has length -1 and 4 pages of 16 tokens; give a whole number, 0 to 64"),
+        ({"lengths": [32, 40.0]}, "sequence 1 has length 40.0 and"),
+        ({"problem": problem(2, page=0)}, "problem is decode over pages of 0 tokens; give an Attention over pages, of 1 token or more each"),
+        ({"problem": None}, "problem is a NoneType; give an Attention"),
+        ({"device": "cpu"}, "device is 'cpu'; give a torch.device, or a Device"),
+        ({"most": 1.5}, "most is 1.5; give a whole number, 0 or more"),
+        ({"most": "a"}, "most is 'a'; give a whole number, 0 or more"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned(wrong, words):
+    """Keys that a sequence has no pages for would be read from page 0, another's."""
+    given = {"problem": problem(2), "pages": [[1, 2], [3, 4, 5, 6]], "lengths": [32, 64], "device": H200} | wrong
+    with pytest.raises((ValueError, TypeError), match=f"^plan_cascade: {words}"):
+        plan_cascade(**given)

@@ -109,6 +109,20 @@ def test_slots():
         HostPool(pool(torch.device("cpu")), 0)
 
 
+def test_a_second_model_that_comes_later():
+    """Half of each page would stay behind."""
+    p = pool(torch.device("cpu"))
+    host = HostPool(p, 3)
+    slots = host.take(2)
+    p.beside = pool(torch.device("cpu"))
+    for call in (lambda: host.store([0, 1], slots), lambda: host.load(slots, [0, 1])):
+        with pytest.raises(ValueError, match=r"^HostPool\.(store|load): pool.beside was set after this HostPool was made; set it first"):
+            call()
+    p.beside = PagePool(1, PAGES - 1, 4, 2, 8, dtype=torch.bfloat16, device="cpu")
+    with pytest.raises(ValueError, match=r"^HostPool: pool.beside has 11 pages, pool 12; give it one of as many"):
+        HostPool(p, 3)
+
+
 def test_slots_that_nobody_took():
     p = pool(torch.device("cpu"))
     host, before = HostPool(p, 3), bytes_of(p, list(range(PAGES)))

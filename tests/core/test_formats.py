@@ -128,6 +128,9 @@ def test_slots_that_there_are_not():
             codes.put(torch.tensor(slots), x)
     with pytest.raises(ValueError, match=r"^put: x is \[2, 64\], .* give \[tokens, 1, 64\], and a slot for each token"):
         codes.put(torch.tensor([0, 1]), x[:, 0])
+    for slots in ([0, 1], torch.tensor([0.0, 1.0]), torch.tensor([True, False])):
+        with pytest.raises(TypeError, match=r"^put: x is torch.float32 .*, slots are .*; give a tensor .*, and int64 \[tokens\]"):
+            codes.put(slots, x)
     with pytest.raises(ValueError, match=r"^fill: x is \[1, 1, 1, 64\]; give \[2, 4, 1, 64\]"):
         codes.fill(x[:1, None])
     assert not storage.any()

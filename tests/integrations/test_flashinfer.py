@@ -234,16 +234,38 @@ def test_items_after_a_shared_prefix(device):
     """Multi-item scoring: two items of 3 tokens after a prefix of 4, with a delimiter before each and at the end."""
     batch = Batch(device, (13, 13), (13, 13))
     position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0], device=device)
+    padded = pad(position, (0, 1))  # of which the last sequence's may be left out
     row, col = torch.arange(13)[:, None], torch.arange(13)
     item = torch.tensor([-1] * 4 + [0] * 4 + [1] * 4 + [2])
     seen = (col <= row) & ((col < 4) | (item[:, None] == item) & (torch.cat((torch.ones(4), position.cpu()))[:, None] > row - col))
     how = {
         "prefix_len_ptr": torch.tensor([4, 4], device=device),
-        "token_pos_in_items_ptr": position.repeat(2)[:-1].to(torch.uint16),
-        "token_pos_in_items_len": 9,
+        "token_pos_in_items_ptr": padded.repeat(2)[:-1].to(torch.uint16),
+        "token_pos_in_items_len": 10,
     }
     out = batch.paged(causal=True, **how).run(batch.q, batch.cache)
     close(out, batch.truth(masks=[seen] * 2)[0])
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"token_pos_in_items_ptr": None}, r"token_pos_in_items_ptr a NoneType; give the lengths of the prefixes, \[2\], and the later tokens' places"),
+        ({"prefix_len_ptr": None}, r"prefix_len_ptr is a NoneType, token_pos_in_items_ptr torch.int64 \[18\]"),
+        ({"prefix_len_ptr": torch.tensor([4])}, r"prefix_len_ptr is torch.int64 \[1\] on cpu"),
+        ({"token_pos_in_items_len": 1.5}, "token_pos_in_items_len is 1.5; give a whole number, 0 or more"),
+        ({"token_pos_in_items_ptr": torch.zeros(9).int()}, "9 places in token_pos_in_items_ptr for 2 sequences of 9 each; give 9 for all but the last one"),
+        ({"token_pos_in_items_ptr": torch.zeros(17).int()}, "sequence 1 has 9 keys past its prefix and 8 places in token_pos_in_items_ptr"),
+        ({"prefix_len_ptr": torch.tensor([3, 4])}, "sequence 0 has 10 keys past its prefix and 9 places"),
+    ],
+)
+def test_items_by_halves(kind, wrong, words):
+    batch = Batch("cpu", (13, 13), (13, 13))
+    how = {"prefix_len_ptr": torch.tensor([4, 4]), "token_pos_in_items_ptr": torch.tensor([0, 1, 2] * 6), "token_pos_in_items_len": 9}
+    getattr(batch, kind)(causal=True, **how)
+    with pytest.raises(ValueError, match=f"KVCacheWrapper.plan: .*{words}"):
+        getattr(batch, kind)(causal=True, **how | wrong)
 
 
 @pytest.mark.parametrize("layout, page", [("NHD", 4), ("HND", 1), ("NHD", 6)])
@@ -648,6 +670,8 @@ def test_what_append_would_write_elsewhere_is_refused():
         (1, new[..., :1], r"and new rows \[2, 1, 1\] for 2 tokens"),
         (3, ints(0), "2 batch_indices, 1 positions"),
         (3, torch.zeros(2), r"positions is torch.float32 \[2\]; give whole numbers of one dimension"),
+        (6, ints(0, 9, 2), r"kv_indptr is \[0, 9, 2\]; give \[batch \+ 1\], of 0 or more and never falling"),
+        (6, ints(-1, 1, 2), r"kv_indptr is \[-1, 1, 2\]; give"),
         (4, (k, k[:, :2]), r"a cache \[6, 2, 1, 8\] beside one \[6, 4, 1, 8\]"),
     ]:
         with pytest.raises(ValueError, match=f"^append: .*{words}"):
@@ -706,6 +730,20 @@ def planned(wrapper):
     return wrapper
 
 
+def scaled(wrapper, **how):
+    return planned(wrapper).run(ONE[:2, :1].repeat(1, 4, 2), ONE.new_zeros(5, 2, 16, 2, 16), **how)
+
+
+def merged(mask):
+    fi.merge_state_in_place(ONE.clone(), ONE[..., 0].clone(), ONE, ONE[..., 0], mask)
+
+
+def latent(ckv, kpe, sm_scale=0.5):
+    wrapper = fi.BatchMLAPagedAttentionWrapper(torch.empty(8))
+    wrapper.plan(INDPTR, INDPTR, TWO, TWO, 4, 4, 2, 16, True, sm_scale, torch.float32, torch.float32)
+    wrapper.run(ONE.new_zeros(2, 4, 4), ONE.new_zeros(2, 4, 2), ckv, kpe)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -733,11 +771,41 @@ def planned(wrapper):
         (lambda w: fi.merge_states(ONE[:, None], ONE[..., 0]), r"s is .* give \[tokens, states, heads\]"),
         (lambda w: fi.merge_states(ONE[:, None], ONE[:, :, :1]), r"v is \[4, 1, 2, 8\] and s \[4, 2, 1\]"),
         (lambda w: fi.merge_state(ONE[0], ONE[0, :, 0], ONE[0], ONE[0, :, 0]), r"give \[tokens, heads, dim\]"),
+        (lambda w: merged(torch.ones(1) > 0), r"^merge_state_in_place: mask is torch.bool \[1\] on cpu; give bool \[4\], one for each token"),
+        (lambda w: merged([True] * 4), "^merge_state_in_place: mask is a list"),
+        (lambda w: w.plan(INDPTR - 1, TWO, TWO, 4, 2, 16, 16), r"a page list's indptr is \[-1, 0, 1\]; give \[batch \+ 1\], of 0 or more and never falling"),
+        (lambda w: w.plan(torch.tensor([0, 2, 1]), TWO, TWO, 4, 2, 16, 16), r"a page list's indptr is \[0, 2, 1\]"),
+        (lambda w: fi.get_batch_indices_positions(INDPTR, TWO, -2), "^get_batch_indices_positions: nnz is -2; give a whole number, 0 or more"),
+        (lambda w: fi.get_batch_indices_positions(INDPTR, TWO[:1], 2), r"seq_lens is torch.int64 \[1\] on cpu; give \[2\], the keys of each sequence"),
+        (lambda w: w.plan(INDPTR, TWO, TWO, 4, 2, 16, 16, window_left="1"), r"plan: window_left is '1'; give a whole number of keys, or -1"),
+        (lambda w: w.plan(INDPTR, TWO, TWO, 4, 2, 16, 16, logits_soft_cap="1"), r"plan: logits_soft_cap is '1'; give a number, or None"),
+        (lambda w: w.plan(INDPTR, TWO, TWO, 4, 2, 16, 16.0), r"plan: page_size is 16.0; give a whole number, 1 or more"),
+        (lambda w: w.plan(INDPTR, TWO, TWO, 4, 2, 16, 16, q_len_per_req=1.0), r"plan: q_len_per_req is 1.0; give a whole number, 1 or more"),
+        (lambda w: scaled(w, window_left="1"), r"run: window_left is '1'; give a whole number"),
+        (lambda w: scaled(w, q_scale="a"), r"q_scale is 'a'; give a number, a tensor of one, or one a head"),
+        (lambda w: scaled(w, k_scale="a"), r"k_scale is 'a'; give a number"),
+        (lambda w: scaled(w, v_scale="a"), r"v_scale is 'a'; give a number"),
+        (lambda w: fi.single_decode_with_kv_cache(ONE[0], ONE, ONE, window_left="1"), r"^single_decode_with_kv_cache: window_left is '1'"),
+        (lambda w: fi.single_prefill_with_kv_cache(ONE, ONE, ONE, o_dtype="float61"), r"'float61' is no dtype; give one, or its name"),
+        (
+            lambda w: latent(ONE.new_zeros(5, 16, 4), ONE.new_zeros(5, 8, 2)),
+            r"kpe_cache is .* \[5, 8, 2\] on cpu beside ckv_cache \[5, 16, 4\]; give \[pages, page",
+        ),
+        (
+            lambda w: latent(ONE.new_zeros(5, 16, 1, 4), ONE.new_zeros(5, 16, 2)),
+            r"ckv_cache is torch.float32 \[5, 16, 1, 4\] on cpu; give \[pages, page, columns\]",
+        ),
+        (lambda w: latent(None, None, sm_scale=None), r"BatchMLAPagedAttentionWrapper.plan: sm_scale is None; give a number"),
+        (lambda w: latent(None, None, sm_scale="1"), r"BatchMLAPagedAttentionWrapper.plan: sm_scale is '1'; give a number"),
     ],
 )
 def test_a_mistake_is_one_sentence(call, words):
     with pytest.raises(ValueError, match=words):
         call(fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(8)))
+
+
+def test_an_output_dtype_by_its_name():
+    assert fi.single_prefill_with_kv_cache(ONE, ONE, ONE, o_dtype="float16").dtype == torch.float16
 
 
 @pytest.mark.parametrize("way", [{}, {"pos_encoding_mode": "ROPE_LLAMA"}, {"kv_data_type": torch.float8_e4m3fn}], ids=["plain", "rotated", "e4m3"])

@@ -273,6 +273,8 @@ def test_what_does_not_go_together():
     for wrong, words in (
         (tuple(level), "level 0 is a tuple; give a list of Level"),
         (level._replace(lengths=[8]), "level 0 has .* no tensor; give int32 tensors"),
+        (level._replace(longest=None), "level 0 has parts 1 and longest None; give whole numbers"),
+        (level._replace(parts="a"), "level 0 has parts 'a' and longest 4; give whole numbers"),
     ):
         with pytest.raises(TypeError, match=words):
             cascade_attention(q, cache, [wrong])

@@ -74,6 +74,9 @@ def test_what_a_kernel_would_read_past_its_end_is_refused():
     for odd in (page, (page, page, places), Append(page, page, [0])):
         with pytest.raises(TypeError, match=r"^rope_append: append.* a (Tensor|tuple|list); give Append\(k, v, slots\)"):
             rope_append(x, table, places, (4, 2), append=odd)
+    for name, pools in (("k", (None, page)), ("v", (page, None))):
+        with pytest.raises(TypeError, match=rf"^rope_append: append.{name} is a NoneType; give a tensor \[pages, page, 2, 16\] or Codes"):
+            rope_append(x, table, places, (4, 2), append=Append(*pools, places))
     for odd in (table.int(), table[0], table[:, 1:]):
         with pytest.raises(ValueError, match=r"^rope_append: table is .*; give float32 \[positions, an even number of columns, at most 16\]"):
             rope_append(x, odd, places, (4, 2))
@@ -87,11 +90,29 @@ def test_what_a_kernel_would_read_past_its_end_is_refused():
             rope_append(x.bfloat16(), table, places, (4, 2), append=Append(*pools, places))
 
 
+@pytest.mark.parametrize("heads", [(4.0, 2.0), (4, 2.0), 4, None, (4,), (True, True), "42"], ids=str)
+def test_heads_that_are_none(heads):
+    """What was kept of 4.0 heads would be the answer to 4 of them."""
+    x, table, places = torch.randn(T, 8 * DIM), torch.randn(40, DIM), torch.arange(T)
+    with pytest.raises(TypeError, match=r"^rope_append: heads is .*; give \(heads, kv_heads\), two whole numbers"):
+        rope_append(x, table, places, heads)
+    rope_append(x, table, places, [4, 2])
+
+
 COMPILED = {
     "rms_norm": (lambda x, w: rms_norm(x, w, offset=1.0), (T, 64), 64),
     "add_rms_norm": (lambda x, w: rms_norm(x, w, offset=1.0, residual=x), (T, 64), 64),
     "rope_append": (rotate, (T, 8 * DIM), DIM),
 }
+
+
+def test_half_of_an_append_in_a_compiled_graph():
+    """Keys that are None are a mistake there too, no call without a cache."""
+    x, table, places, page = torch.randn(T, 8 * DIM), torch.randn(40, DIM), torch.arange(T), torch.zeros(2, 16, 2, DIM)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: rope_append(x, table, places, (4, 2), append=Append(None, page, places)), fullgraph=True, backend="aot_eager")
+    with pytest.raises(TypeError, match=r"rope_append: append\.k is a NoneType; give a tensor"):
+        compiled(x)
 
 
 @pytest.mark.parametrize("name", COMPILED)

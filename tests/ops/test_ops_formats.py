@@ -211,6 +211,8 @@ def test_wrong_arguments():
         quantise_cache(tuple(original), "int8")
     with pytest.raises(ValueError, match=r"^channel_scale: k is torch.float32 \[0, 2, 64\]; give floats \[..., kv_heads, dim\], of a token or more"):
         channel_scale(torch.zeros(0, 2, 64))
+    with pytest.raises(TypeError, match=r"^channel_scale: k is a list; give a tensor of floats"):
+        channel_scale([1.0])
     with pytest.raises(ValueError, match="format int8/64 of heads of 96"):
         quantise_cache(cache((20,), dim=96), "int8/64")
     with pytest.raises(ValueError, match=r"k is torch.float32 \[64\]; give floats"):

@@ -14,10 +14,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_count
+from onchip.core.arguments import check_count, kind_of
 from onchip.core.formats import Codes, Format
 from onchip.core.once import ends
 from onchip.core.parts import is_whole
+from onchip.core.trace import readable
 
 
 class OutOfPages(RuntimeError):
@@ -49,9 +50,8 @@ class PagePool:
         if not all(is_whole(n) and n > 0 for n in (layers, pages, page, kv_heads, dim)):
             given = f"{layers} layers, {pages} pages of {page} tokens, {kv_heads} heads of {dim}"
             raise ValueError(f"PagePool: {given}; give whole numbers: at least one page, of at least one token, and one or more of the others")
-        if channel is not None and (format is None or channel.shape != (layers, kv_heads, dim) or channel.dtype != torch.float32):
-            given = f"{channel.dtype} {list(channel.shape)} beside format {format}"
-            raise ValueError(f"PagePool: channel is {given}; give float32 [{layers}, {kv_heads}, {dim}] beside a format, or None")
+        if channel is not None:
+            self._check_channel(channel, format, (layers, kv_heads, dim))
         self.page, self.format = page, None if format is None else Format.of(format)
         if self.format is None:
             self.k, self.v = (torch.empty(layers, pages, page, kv_heads, dim, dtype=dtype, device=device) for _ in range(2))
@@ -67,6 +67,14 @@ class PagePool:
         self.beside: PagePool | None = None  # of a second model that reads the same tokens: its layers of the same pages, which are copied with these
         self._free = list(range(pages))  # a heap: low pages first, so that one sequence's pages mostly lie side by side
         self._holders = [0] * pages
+
+    @staticmethod
+    def _check_channel(channel: Tensor, form: Format | str | None, shape: tuple[int, int, int]) -> None:
+        if form is None or not isinstance(channel, Tensor) or channel.shape != shape or channel.dtype != torch.float32:
+            raise ValueError(f"PagePool: channel is {kind_of(channel)} beside format {form}; give float32 {list(shape)} beside a format, or None")
+        if readable(channel) and not bool((channel.isfinite() & (channel != 0)).all()):  # keys are divided by it
+            odd = channel[~channel.isfinite() | (channel == 0)]
+            raise ValueError(f"PagePool: channel has {len(odd)} numbers that are 0 or not finite ({odd[0]:g} first); give others, as channel_scale makes them")
 
     @property
     def storage(self) -> tuple[Tensor, ...]:
@@ -108,6 +116,8 @@ class PagePool:
         """Copy keys and values, in all layers, from slots `source` to slots `target`, int64 [n] on the device; all are read before one is written. Equal
         targets need equal sources. Raises ValueError for slots that there are not, where they are on a CPU, and then copies nothing."""
         for name, slots in (("source", source), ("target", target)):
+            if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32) or slots.ndim != 1 or slots.shape != source.shape:
+                raise ValueError(f"move: {name} is {kind_of(slots)}; give int64 [n], as many slots of source as of target")
             if (found := ends(slots)) is not None and not 0 <= found[0] <= found[1] < self.num_pages * self.page:
                 raise ValueError(f"move: {name} is slots {found[0]} to {found[1]}; give 0 to {self.num_pages * self.page - 1}")
         first = torch.arange(0, self.k.shape[0] * self.num_pages, self.num_pages, device=source.device)[:, None]  # page of each layer
@@ -217,4 +227,5 @@ class PagePool:
     def table(self, sequences: list[PageList], width: int | None = None) -> Tensor:
         """The page table of a batch, int32 [batch, width] on the CPU, 0 past the end of each list; `width` defaults to the longest."""
         width = max([len(s.pages) for s in sequences] + [1]) if width is None else width
+        check_count("table", 0, width=width)
         return torch.tensor([s.pages[:width] + [0] * (width - len(s.pages)) for s in sequences], dtype=torch.int32, device="cpu").view(len(sequences), width)

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 from onchip.cache.paged import OutOfPages, PageList, PagePool
 from onchip.cache.swap import HostPool
+from onchip.core.parts import check_whole
 
 TOKEN = array("i").itemsize
 
@@ -38,6 +39,8 @@ class RadixTree:
     """
 
     def __init__(self, pool: PagePool, host: HostPool | None = None):
+        if host is not None and host.pool is not pool:  # what is evicted would be copied from the other's pages
+            raise ValueError("RadixTree: host is made for another pool; give HostPool(pool, slots) of the same pool, or None")
         self.pool, self.host = pool, host
         self.root = Node(b"", [], [], None)
         # Least recently used first. Whoever uses a node uses the ones above it after it, so a node stands before its parent.
@@ -110,6 +113,7 @@ class RadixTree:
 
         Raises OutOfPages where there are too few, and then changes nothing.
         """
+        check_whole("RadixTree.evict", "count", count)
         leaving: dict[Node, None] = {}
         found, count = 0, max(0, count)
         for node in self._here:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from onchip.core import device as devices
+from onchip.core.arguments import check_count
 from onchip.core.device import Device
+from onchip.core.parts import is_whole
 from onchip.core.problem import Attention, Cost
 from onchip.kernels.attention import PARTS, bytes_of_token
 from onchip.ops.cascade import FEW, Level
@@ -122,16 +124,15 @@ def plan_cascade(
     """The fastest way, by the model, to read a batch of sequences with at most `most` levels of shared pages.
 
     problem   the paged call: op "decode", with its heads, dim, dtype, page and len_q.
-    pages     of each sequence, in order.        lengths   keys of each, those of the current queries included.
+    pages     of each sequence, in order.        lengths   keys of each, those of the current queries included: no more than its pages hold.
     graph     whether a CUDA graph reads the plan, on a GPU; else the host launches each part of it.
 
     The model: a run of pages takes the longer of its bytes at the device's bandwidth and its products at a share of the peak, and each level one
     launch more, and results that are written and read once more (`Rates`). A pure function; time grows with the batch and with pages compared whole
     lists at once.
     """
+    _check(problem, pages, lengths, device, most)
     device = device if isinstance(device, Device) else devices.of(device)
-    if not 0 < len(pages) == len(lengths):
-        raise ValueError(f"plan_cascade: {len(pages)} lists of pages and {len(lengths)} lengths; give one of each a sequence, of one sequence or more")
     whole = [list(own[: max(0, n - problem.len_q) // problem.page]) for own, n in zip(pages, lengths, strict=True)]  # full pages that all queries see
     order = sorted(range(len(whole)), key=whole.__getitem__)
     costs = _Costs(problem, device, [-(-lengths[i] // problem.page) for i in order], graph)
@@ -157,6 +158,22 @@ def plan_cascade(
     for i, start in zip(order, starts, strict=True):
         plan.own.append((list(pages[i][start : -(-lengths[i] // problem.page)]), lengths[i] - start * problem.page))
     return plan._replace(sms=costs.sms(shared[-1], costs.before[-1] - sum(starts))) if shared else plan
+
+
+def _check(problem: Attention, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: Device | torch.device, most: int) -> None:
+    """Keys past a sequence's pages would be read from page 0, which is another's."""
+    if not isinstance(device, (Device, torch.device)):
+        raise TypeError(f"plan_cascade: device is {device!r:.60}; give a torch.device, or a Device of onchip's table")
+    if not isinstance(problem, Attention) or problem.page < 1:
+        given = f"{problem.op} over pages of {problem.page} tokens" if isinstance(problem, Attention) else f"a {type(problem).__name__}"
+        raise ValueError(f"plan_cascade: problem is {given}; give an Attention over pages, of 1 token or more each")
+    check_count("plan_cascade", 0, most=most)
+    if not 0 < len(pages) == len(lengths):
+        raise ValueError(f"plan_cascade: {len(pages)} lists of pages and {len(lengths)} lengths; give one of each a sequence, of one sequence or more")
+    for i, (own, length) in enumerate(zip(pages, lengths, strict=True)):
+        if not is_whole(length) or not 0 <= length <= len(own) * problem.page:
+            given = f"length {length!r:.60} and {len(own)} pages of {problem.page} tokens"
+            raise ValueError(f"plan_cascade: sequence {i} has {given}; give a whole number, 0 to {len(own) * problem.page}, or all of its pages")
 
 
 class _Costs:

@@ -25,8 +25,11 @@ class HostPool:
 
     def __init__(self, pool: PagePool, slots: int):
         check_count("HostPool", 1, slots=slots)
-        self.num_slots = slots
-        self._device = tuple(_words(tensor) for tensor in pool.storage)  # [layers, pages, ...]
+        storage = pool.storage
+        if (least := min(tensor.shape[1] for tensor in storage)) < pool.num_pages:
+            raise ValueError(f"HostPool: pool.beside has {least} pages, pool {pool.num_pages}; give it one of as many, since a page is copied in both")
+        self.pool, self.num_slots = pool, slots
+        self._device = tuple(_words(tensor) for tensor in storage)  # [layers, pages, ...]
         on_gpu = self._device[0].is_cuda
         self._host = tuple(torch.empty(slots, *t[:, 0].shape, dtype=t.dtype, device="cpu", pin_memory=on_gpu) for t in self._device)
         self._batch = max(1, STAGING // sum(t[0].nbytes for t in self._host))  # pages
@@ -89,6 +92,8 @@ class HostPool:
     def _parts(self, name: str, pages: list[int], slots: list[int]) -> Iterator[tuple[list[int], list[int]]]:
         """Pages and slots, as many as fit into the staging buffer. Raises ValueError, before the first, where they are none."""
         self._check(name, slots)
+        if [t.data_ptr() for t in self.pool.storage] != [t.data_ptr() for t in self._device]:  # half of each page would stay behind
+            raise ValueError(f"HostPool.{name}: pool.beside was set after this HostPool was made; set it first, and make a HostPool then")
         count = self._device[0].shape[1]
         if len(pages) != len(slots) or not all(0 <= page < count for page in pages):
             raise ValueError(f"HostPool.{name}: pages {pages} and slots {slots}; give a slot for each page, of pages 0 to {count - 1}")

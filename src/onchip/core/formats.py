@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.core.once import ends
 
 GROUPS = (0, 32, 64)  # columns that share a scale; 0: all of a head
@@ -142,6 +143,8 @@ class Codes(NamedTuple):
         Raises ValueError for slots that there are not, where they are on a CPU; -1 is none either.
         """
         pages, page = self.codes.shape[:2]
+        if not isinstance(x, Tensor) or not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"put: x is {kind_of(x)}, slots are {kind_of(slots)}; give a tensor [tokens, kv_heads, dim], and int64 [tokens]")
         if slots.shape != x.shape[:1] or x.shape[1:] != self.shape[2:]:
             given = f"x is {list(x.shape)}, slots {list(slots.shape)}"
             raise ValueError(f"put: {given}; give [tokens, {self.shape[2]}, {self.shape[3]}], and a slot for each token")

@@ -59,8 +59,8 @@ class Cascade:
         self.levels, self.kind = [], ()
         if self.refused or len({s.pages[0] for s in sequences}) == len(sequences):
             return None
-        shared = [s.pages[: self._held(s)] for s in sequences]
-        lengths = [len(pages) * self.pool.page + 1 for pages in shared]  # what is behind costs the same in all plans
+        shared = [[*s.pages[: self._held(s)], -1] for s in sequences]  # one page, which nobody reads, for what is behind: it costs the same in all plans
+        lengths = [(len(pages) - 1) * self.pool.page + 1 for pages in shared]
         found = plan_cascade(self.problem._replace(batch=len(sequences)), shared, lengths, self.device, most=self.most, graph=size > 0)
         levels = found._replace(sms=0).levels(torch.device("cpu"), size)  # what is behind grows while a plan holds
         kind = tuple((*level.page_table.shape, level.parts, 0 if level.offsets is None else level.longest) for level in levels) if size else ()

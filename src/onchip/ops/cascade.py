@@ -14,6 +14,7 @@ from torch import Tensor
 from onchip.core import device as devices
 from onchip.core.arguments import kind_of
 from onchip.core.masks import Causal, Full
+from onchip.core.parts import is_whole
 from onchip.core.problem import Beside, Operands
 from onchip.core.scores import chain
 from onchip.core.trace import readable
@@ -120,6 +121,9 @@ def _check(n: int, level: Level, q: Tensor) -> None:
     if not isinstance(level, Level):
         raise TypeError(f"cascade_attention: level {n} is a {type(level).__name__}; give a list of Level, as plan_cascade(...).levels(device) makes it")
     table, lengths, offsets, longest, parts, _ = level
+    if not is_whole(parts) or (offsets is not None and not is_whole(longest)):
+        given = f"parts {parts!r:.40} and longest {longest!r:.40}"
+        raise TypeError(f"cascade_attention: level {n} has {given}; give whole numbers, 1 part or more and the most rows that read one node")
     if not all(isinstance(t, Tensor) for t in (table, lengths, table if offsets is None else offsets)):
         raise TypeError(f"cascade_attention: level {n} has a page_table, lengths or offsets that are no tensor; give int32 tensors on {q.device}")
     if not (table.dtype == lengths.dtype == torch.int32 and table.ndim == 2 and lengths.shape == table.shape[:1] and parts >= 1):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_count
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
@@ -39,8 +40,7 @@ def decode_places(
     if page_table.ndim != 2 or len(page_table) != rows or not page_table.shape[1] or page_table.dtype != torch.int32 or page_table.stride(1) != 1:
         given = f"page_table is {page_table.dtype} {list(page_table.shape)}, its strides {list(page_table.stride())}"
         raise ValueError(f"decode_places: {given}; give int32 [{rows}, pages] of a page or more, the last stride 1")
-    if page < 1:
-        raise ValueError(f"decode_places: page={page}; give the tokens of a page, 1 or more")
+    check_count("decode_places", 1, page=page)  # 16.0 would make a Problem equal to that of 16
     if at is not None and _rows("decode_places", at, "at") != rows:
         raise ValueError(f"decode_places: at is {list(at.shape)}; give int64 [{rows}], as positions are")
     return Places(*select(Rows("decode_places", rows, page, torch.int64), positions.device, kernel).launch(positions, page_table, at))

@@ -52,6 +52,8 @@ def channel_scale(k: Tensor) -> Tensor:
     Keys have few channels much larger than the others, which would take all digits of a token's scale (KIVI, Liu et al., 2024). A head's scales have a
     geometric mean of 1; a channel of zeros has the least of its head.
     """
+    if not isinstance(k, Tensor):
+        raise TypeError(f"channel_scale: k is a {type(k).__name__}; give a tensor of floats [..., kv_heads, dim]")
     if k.ndim < 2 or not k.dtype.is_floating_point or not k.numel():
         raise ValueError(f"channel_scale: k is {k.dtype} {list(k.shape)}; give floats [..., kv_heads, dim], of a token or more")
     size = k.detach().abs()

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_tensors, refuse_gradients
+from onchip.core.arguments import check_tensors, kind_of, refuse_gradients
 from onchip.core.formats import Codes, check_channels
 from onchip.core.once import ends, once
+from onchip.core.parts import is_whole
 from onchip.core.problem import Rope
 from onchip.dispatch import select
 from onchip.ops.rotary import QKNorm, check_norm, check_table
@@ -47,6 +48,9 @@ def rope_append(
     append   a cache to write to. A quantised one gets the codes of the keys (rotated, in qkv's dtype) and of the values.
     Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous. It has no gradient, and says so.
     """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and tuple(map(type, heads) if type(heads) is tuple else ()) != (int, int):  # compiled, sizes may be symbols
+        _check_heads(heads)
     num_q, num_kv = heads
     check_tensors("rope_append", qkv=qkv, table=table, positions=positions)
     refuse_gradients("rope_append", "train with onchip.rotary, which takes a norm too", qkv, *(norm[:2] if isinstance(norm, QKNorm) else ()))
@@ -55,7 +59,7 @@ def rope_append(
             f"rope_append: qkv is {list(qkv.shape)} of {num_q} + 2 x {num_kv} heads; give [tokens, (heads + 2 kv_heads) dim], of 1 head each or more"
         )
     tokens, packed = qkv.shape
-    if torch.compiler.is_compiling():
+    if compiling:
         if append is not None and isinstance(append.k, Codes):  # "aot_autograd() does not yet handle input mutations on views with different dtypes"
             raise NotImplementedError("rope_append: writing to a quantised cache in a compiled graph is not implemented; use torch.compiler.disable around it")
         torch.ops.onchip.rope_append(qkv, table, positions, num_q, num_kv, layout, *(norm or (None, None, 0.0, 0.0)), *(append or (None, None, None)), kernel)
@@ -73,6 +77,12 @@ def rope_append(
     select(problem, qkv.device, kernel).launch(qkv, table, positions, norm, append)
     q, k, v = qkv.view(tokens, num_q + 2 * num_kv, dim).split_with_sizes((num_q, num_kv, num_kv), 1)
     return q, k, v
+
+
+def _check_heads(heads: tuple[int, int]) -> None:
+    """2.0 heads would make a Problem equal to that of 2, and what was kept of the one would be the other's."""
+    if not isinstance(heads, (tuple, list)) or len(heads) != 2 or not (is_whole(heads[0]) and is_whole(heads[1])):
+        raise TypeError(f"rope_append: heads is {heads!r:.60}; give (heads, kv_heads), two whole numbers")
 
 
 def _check_places(name: str, places: Tensor, qkv: Tensor, least: int, end: int) -> None:
@@ -95,6 +105,9 @@ def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
         given = f"append.slots are a {type(append.slots).__name__}" if isinstance(append, Append) else f"append is a {type(append).__name__}"
         raise TypeError(f"rope_append: {given}; give Append(k, v, slots), pages and a tensor of a slot for each token")
     k, v = append.k, append.v
+    if not (isinstance(k, (Tensor, Codes)) and isinstance(v, (Tensor, Codes))):
+        name, odd = ("v", v) if isinstance(k, (Tensor, Codes)) else ("k", k)
+        raise TypeError(f"rope_append: append.{name} is {kind_of(odd)}; give a tensor [pages, page, {kv_heads}, {dim}] or Codes, as append.k and append.v both")
     if isinstance(k, Codes) != isinstance(v, Codes) or (isinstance(k, Codes) and k.format != v.format):
         kinds = [str(t.format) if isinstance(t, Codes) else str(t.dtype) for t in (k, v)]
         raise ValueError(f"rope_append: k is {kinds[0]}, v {kinds[1]}; give both as Codes of one format, or both as tensors")
@@ -120,8 +133,8 @@ def _rope_append(
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float,
     k: Tensor | None, v: Tensor | None, slots: Tensor | None, kernel: str,
 ) -> None:  # fmt: skip
-    norm = None if q_norm is None else QKNorm(q_norm, k_norm, eps, offset)
-    append = None if k is None else Append(k, v, slots)
+    norm = None if q_norm is k_norm is None else QKNorm(q_norm, k_norm, eps, offset)
+    append = None if k is v is slots is None else Append(k, v, slots)
     rope_append(qkv, table, positions, (heads, kv_heads), layout=layout, norm=norm, append=append, kernel=kernel)
 
 

@@ -31,6 +31,8 @@ def check_norm(name: str, norm: QKNorm | None, dim: int) -> None:
         raise TypeError(f"{name}: norm.q is a {type(norm.q).__name__}, norm.k a {type(norm.k).__name__}; give tensors [{dim}] both, a head's")
     if type(norm.eps) is not float or not norm.eps >= 0:
         check_numbers(name, 0, **{"norm.eps": norm.eps})
+    if type(norm.offset) is not float or norm.offset != norm.offset:
+        check_numbers(name, **{"norm.offset": norm.offset})
     if not (norm.q.is_floating_point() and norm.k.is_floating_point()):
         raise TypeError(f"{name}: norm.q is {norm.q.dtype}, norm.k {norm.k.dtype}; give floats [{dim}] both, a head's")
     if not norm.q.shape == norm.k.shape == (dim,):

@@ -66,7 +66,8 @@ LONGS, WORDS = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.
     [
         (lambda: decode_places(LONGS.int(), WORDS, 16), r"positions is torch.int32 \[3\], its strides \[1\]; give int64 \[rows\]"),
         (lambda: decode_places(LONGS, WORDS[:2], 16), r"page_table is torch.int32 \[2, 2\], its strides \[2, 1\]; give int32 \[3, pages\]"),
-        (lambda: decode_places(LONGS, WORDS, 0), "page=0; give the tokens of a page, 1 or more"),
+        (lambda: decode_places(LONGS, WORDS, 0), "^decode_places: page is 0; give a whole number, 1 or more"),
+        (lambda: decode_places(LONGS, WORDS, 16.0), "^decode_places: page is 16.0; give a whole number, 1 or more"),
         (lambda: decode_places(LONGS, WORDS, 16, at=LONGS[:2]), r"at is \[2\]; give int64 \[3\]"),
         (lambda: decode_advance(LONGS, LONGS[:2], LONGS), r"tokens is \[2\]; give int64 \[3\], as drawn is"),
         (lambda: decode_advance(LONGS, LONGS, LONGS, counts=WORDS.long()), r"counts is torch.int64 \[3, 2\]; give int32 \[3, n\]"),

@@ -161,3 +161,5 @@ def test_wrong_arguments(device):
         rotary(q, k, table, norm=QKNorm(q[0, 0, 0], None, 1e-6))
     with pytest.raises(ValueError, match=r"^rotary: norm.eps is -1.0; give 0 or more"):
         rotary(q, k, table, norm=QKNorm(q[0, 0, 0], k[0, 0, 0], -1.0))
+    with pytest.raises(TypeError, match=r"^rotary: norm.offset is None; give a number"):
+        rotary(q, k, table, norm=QKNorm(q[0, 0, 0], k[0, 0, 0], 1e-6, None))

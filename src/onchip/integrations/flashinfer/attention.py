@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from onchip.integrations.flashinfer.call import one_of, refuse
+from onchip.core.arguments import check_numbers
+from onchip.integrations.flashinfer.call import checked, one_of, refuse
 from onchip.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
@@ -51,6 +52,7 @@ class BatchAttention:
     ) -> tuple[Tensor, Tensor]:
         """(output `[tokens, heads, dim_v]`, LSE `[tokens, heads]` in base 2). The softcap is that of `plan`; given again, it must be the same."""
         refuse("BatchAttention.run", profiler_buffer=profiler_buffer)
+        check_numbers("BatchAttention.run", logits_soft_cap=logits_soft_cap)
         if logits_soft_cap > 0 and logits_soft_cap != self._cap:
             raise ValueError(f"BatchAttention.run: logits_soft_cap {logits_soft_cap}, plan() was told {self._cap}; give both the same")
         return self._wrapper.run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True, kv_cache_sf=kv_cache_sf)
@@ -91,7 +93,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         planned = self._way
         try:
             if sm_scale is not None and planned is not None:
-                self._way = planned._replace(sm_scale=sm_scale)
+                self._way = checked(f"{type(self).__name__}.run", planned._replace(sm_scale=sm_scale))
             return super().run(q, paged_kv_cache, sinks=sinks, **keywords)
         finally:
             self._way = planned

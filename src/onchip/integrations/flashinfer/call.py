@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from onchip.core.arguments import kind_of
 from onchip.core.bands import Band, Causal, Full, Mask
 from onchip.core.kernel import Unsupported
-from onchip.core.parts import by_name, check_sizes
+from onchip.core.parts import by_name, check_sizes, is_whole
 from onchip.core.scores import ALiBi, Score, Softcap
 from onchip.core.trace import Place
 from onchip.integrations.flash_attn.call import Descale, band
@@ -124,6 +125,16 @@ def check_shape(name: str, argument: str, given: Tensor, shape: str) -> None:
         raise ValueError(f"{name}: {argument} is {kind_of(given)}; give {shape}")
 
 
+def checked(name: str, way: Way) -> Way:
+    """`way`, whose window is a whole number, and whose other numbers are numbers where they are given."""
+    if not is_whole(way.window_left):
+        raise ValueError(f"{name}: window_left is {way.window_left!r:.60}; give a whole number of keys, or -1 for no window")
+    for argument in ("sm_scale", "logits_soft_cap", "rope_scale", "rope_theta"):
+        if (given := getattr(way, argument)) is not None and not isinstance(given, (Real, Tensor)):
+            raise ValueError(f"{name}: {argument} is {given!r:.60}; give a number, or None")
+    return way
+
+
 def as_planned(name: str, argument: str, given: Tensor, planned: torch.dtype | None) -> None:
     """Whether it is a tensor, of the dtype that `plan` was told."""
     if not isinstance(given, Tensor):
@@ -223,6 +234,9 @@ def call_of(way: Way, mask: Mask, heads: tuple[int, int], dim: int, device: torc
     """The call: scale, then ALiBi, then softcap. `heads`: of queries, of keys."""
     if sinks is not None and not (isinstance(sinks, Tensor) and sinks.shape == (heads[0],)):
         raise ValueError(f"flashinfer: sinks are {kind_of(sinks)}; give one logit a query head, [{heads[0]}]")
+    for argument, factor in zip(("q_scale", "k_scale", "v_scale"), scaling, strict=True):
+        if factor is not None and not isinstance(factor, (Real, Tensor)):
+            raise ValueError(f"flashinfer: {argument} is {factor!r:.60}; give a number, a tensor of one, or one a head")
     scale, score = way.sm_scale if way.sm_scale is not None else dim**-0.5, []
     tensors = []
     scaling = Scaling(*(float(x) if isinstance(x, Tensor) and x.numel() == 1 and x.is_cpu else x for x in scaling))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.integrations.flashinfer.call import LN2, LOG2E, check_shape
 from onchip.integrations.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from onchip.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -24,6 +25,8 @@ def merge_state(
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """`merge_state`, written to `v` and `s`. `mask` bool `[tokens]`: only these tokens."""
     found = _merged([(v, s), (v_other, s_other)])
+    if mask is not None and (not isinstance(mask, Tensor) or mask.numel() != len(v)):
+        raise ValueError(f"merge_state_in_place: mask is {kind_of(mask)}; give bool [{len(v)}], one for each token, or None")
     for to, new in zip((v, s), found, strict=True):
         to.copy_(new if mask is None else new.where(mask.bool().view(-1, *[1] * (new.ndim - 1)), to))
 

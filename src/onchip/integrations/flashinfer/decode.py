@@ -6,6 +6,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_count
 from onchip.integrations.flashinfer.call import (
     BACKENDS,
     LAYOUTS,
@@ -16,6 +17,7 @@ from onchip.integrations.flashinfer.call import (
     as_planned,
     call_of,
     check_heads,
+    checked,
     compute_dtype,
     dtype_of,
     finished,
@@ -116,8 +118,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         if window_right != 0:
             raise ValueError(f"{name}: window_right {window_right} is not supported; a decoded token sees none after itself, so leave it 0")
-        if q_len_per_req < 1:
-            raise ValueError(f"{name}: q_len_per_req {q_len_per_req} is less than 1; give the queries of each sequence")
+        check_count(name, 1, q_len_per_req=q_len_per_req)
         lists = lists_of(name, indptr, last_page_len, page_size, seq_lens)
         if q_len_per_req > 1 and len(lists.lengths) and int(lists.lengths.min()) < q_len_per_req:
             raise ValueError(f"{name}: q_len_per_req={q_len_per_req} requires kv_len >= q_len_per_req, and a sequence has {int(lists.lengths.min())} keys")
@@ -130,7 +131,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._kv_dtype = dtype_of(data_type if kv_data_type is None else kv_data_type, self._q_dtype)
         self._o_dtype = dtype_of(o_data_type, self._q_dtype)
         self._least = int(lists.lengths.min()) if len(lists.lengths) else q_len_per_req
-        self._way = Way(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
+        self._way = checked(name, Way(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
 
     begin_forward = plan
 
@@ -168,7 +169,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             raise ValueError(f"{name}: q_len_per_req={each} requires kv_len >= q_len_per_req, and a sequence has {self._least} keys")
         if len(q) != batch * each:
             raise ValueError(f"{name}: q has {len(q)} tokens for {batch} sequences of q_len_per_req={each}; give [{batch * each}, heads, dim]")
-        way = self._way if window_left is None else self._way._replace(window_left=window_left)
+        way = self._way if window_left is None else checked(name, self._way._replace(window_left=window_left))
         call = call_of(way, self._mask(way, each), self._heads, self._dim, q.device, scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale)), sinks)
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * each  # made here: a graph holds what it reads
         queries = Queries(q, offsets, each, each)
@@ -197,9 +198,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return_lse: bool = False,
     ):
         """`run`, with what is computed given here instead of to `plan`."""
-        one_of(f"{type(self).__name__}.forward", "pos_encoding_mode", pos_encoding_mode, POSITIONS)
-        planned(f"{type(self).__name__}.forward", self._way)
-        self._way = Way(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
+        name = f"{type(self).__name__}.forward"
+        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        planned(name, self._way)
+        self._way = checked(name, Way(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)

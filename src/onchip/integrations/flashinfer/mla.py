@@ -5,12 +5,14 @@ import math
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import kind_of
 from onchip.integrations.flashinfer.call import (
     BACKENDS,
     Call,
     Result,
     Way,
     as_planned,
+    checked,
     dtype_of,
     finished,
     fixed_batch,
@@ -70,6 +72,9 @@ class BatchMLAPagedAttentionWrapper:
         name = f"{type(self).__name__}.plan"
         refuse(name, use_profiler=use_profiler)
         self._way = None  # what a plan that fails leaves behind is none
+        way = checked(name, Way(causal, sm_scale=sm_scale))
+        if sm_scale is None:
+            raise ValueError(f"{name}: sm_scale is None; give a number: of which dimensions the model makes it, the latent ones do not tell")
         lists = lists_of(name, kv_indptr, None, page_size, kv_len_arr)
         host = on_host(name, "qo_indptr", qo_indptr)
         if len(host) != len(lists.lengths) + 1 or (host.diff() < 0).any():
@@ -91,7 +96,7 @@ class BatchMLAPagedAttentionWrapper:
         self._longest, self._pages = longest, self._table.fill(name, lists, kv_indices, page_size)
         self._q_dtype, self._kv_dtype = dtype_of(q_data_type), dtype_of(kv_data_type)
         self._heads, self._dims = num_heads, (head_dim_ckv, head_dim_kpe)
-        self._way, self._most_rows = Way(causal, sm_scale=sm_scale), longest if self._use_cuda_graph else None
+        self._way, self._most_rows = way, longest if self._use_cuda_graph else None
 
     def run(
         self,
@@ -177,6 +182,10 @@ def scaling_of(ckv_scale, ckv_scale_arr, kpe_scale) -> tuple | None:
 
 def latent(ckv: Tensor, kpe: Tensor, pages: Pages, dtype: torch.dtype, scaling: tuple | None) -> tuple[Tensor, Tensor, Pages]:
     """Keys `[pages, page, 1, dim_ckv + dim_kpe]`, the values in them, and the table: in place where the parts lie side by side, else copied."""
+    for name, part in (("ckv_cache", ckv), ("kpe_cache", kpe)):
+        if not isinstance(part, Tensor) or part.ndim != 3 or part.shape[:2] != ckv.shape[:2]:
+            given = f"{name} is {kind_of(part)}" + f" beside ckv_cache {list(ckv.shape)}" * (name == "kpe_cache")
+            raise ValueError(f"BatchMLAPagedAttentionWrapper.run: {given}; give [pages, page, columns], both of the same pages")
     pages.check(len(ckv))
     width, whole = ckv.shape[-1], ckv.shape[-1] + kpe.shape[-1]
     beside = kpe.data_ptr() == ckv.data_ptr() + width * ckv.element_size() and kpe.stride() == ckv.stride() and ckv.stride(1) >= whole

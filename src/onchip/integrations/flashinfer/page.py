@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_count, kind_of
 from onchip.integrations.flash_attn.rotary import sequence_of
+from onchip.integrations.flashinfer.call import check_integers
 from onchip.integrations.flashinfer.pages import unpacked
 
 
@@ -20,6 +22,10 @@ def get_batch_indices_positions(
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sequence and the position in it of each appended token, int32 `[nnz]`; -1 and 0 past the last one."""
+    check_count("get_batch_indices_positions", 0, nnz=nnz)
+    check_integers("get_batch_indices_positions", "append_indptr", append_indptr)
+    if not isinstance(seq_lens, Tensor) or seq_lens.shape != (len(append_indptr) - 1,):
+        raise ValueError(f"get_batch_indices_positions: seq_lens is {kind_of(seq_lens)}; give [{len(append_indptr) - 1}], the keys of each sequence")
     device, found = append_indptr.device, []
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is not None and (given.shape != (nnz,) or given.dtype != torch.int32 or given.device != device):
@@ -94,6 +100,8 @@ def _append(pairs: list[tuple[Tensor, Tensor]], batch_indices: Tensor, positions
     token = torch.where(written, token, torch.where(written, token, 0).amax())
     if device.type == "cpu":
         pages, batch = len(pairs[0][0]), len(indptr) - 1
+        if int(indptr[0]) < 0 or (indptr.diff() < 0).any():  # a sequence would be given pages of another, or the last ones of kv_indices
+            raise ValueError(f"append: kv_indptr is {indptr.tolist()}; give [batch + 1], of 0 or more and never falling")
         if int(batch_indices.max()) >= batch or int(indptr[-1]) > len(indices):
             given = f"batch_indices up to {int(batch_indices.max())} beside {batch} page lists, which end at {int(indptr[-1])} of {len(indices)} kv_indices"
             raise ValueError(f"append: {given}; give kv_indptr [batch + 1] and the pages that it names")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core import device as devices
+from onchip.core.arguments import check_count
 from onchip.core.problem import Attention, Operands
 from onchip.core.scores import chain
 from onchip.core.trace import readable
@@ -68,10 +69,13 @@ class Lists(NamedTuple):
 
 def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int, lengths: Tensor | None = None) -> Lists:
     """What `plan` is given, checked, and copied. `lengths`: those of the keys, where they are given instead of the last pages' own."""
+    check_count(name, 1, page_size=page)
     indptr = on_host(name, "a page list's indptr", indptr)
     if lengths is not None:
         indptr = indptr[: lengths.numel() + 1]  # longer ones have no meaning
     pages = indptr.diff()
+    if not len(indptr) or int(indptr[0]) < 0 or (pages < 0).any():
+        raise ValueError(f"{name}: a page list's indptr is {indptr.tolist()}; give [batch + 1], of 0 or more and never falling")
     if lengths is None:
         last = on_host(name, "last_page_len", last_page_len)
         if last.shape != pages.shape:
@@ -80,7 +84,7 @@ def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int,
             raise ValueError(f"{name}: last_page_len is {last.tolist()} of page lists of {pages.tolist()} pages; give 1 to {page} where there is a page")
         lengths = torch.where(pages > 0, (pages - 1) * page + last, 0)
     lengths = on_host(name, "the keys' lengths", lengths).flatten()
-    if lengths.shape != pages.shape or (pages < 0).any() or (lengths < 0).any() or (lengths > pages * page).any():
+    if lengths.shape != pages.shape or (lengths < 0).any() or (lengths > pages * page).any():
         raise ValueError(f"{name}: page lists of {pages.tolist()} pages of {page} tokens for {lengths.tolist()} keys; each list must hold its keys")
     return Lists(indptr, lengths)
 

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_count, kind_of
 from onchip.core.masks import Mask
+from onchip.core.trace import readable
 from onchip.integrations.flashinfer.call import (
     BACKENDS,
     LAYOUTS,
@@ -19,6 +21,7 @@ from onchip.integrations.flashinfer.call import (
     as_planned,
     call_of,
     check_heads,
+    checked,
     compute_dtype,
     dtype_of,
     finished,
@@ -111,14 +114,30 @@ class Prefill:
         keep(self._custom_mask_buf, packed, "bytes of custom_mask")
         keep(self._mask_indptr_buf, first)
 
-    def _items(self, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: int, batch: int) -> None:
-        """Multi-item scoring: the lengths of the shared prefixes, and each later token's place in its item."""
-        self._item = None
-        if prefix_len_ptr is not None:
-            position = token_pos_in_items_ptr.to(self.device, torch.int32, copy=True).flatten()
-            width = token_pos_in_items_len or -(-len(position) // batch)
-            position = torch.nn.functional.pad(position, (0, max(0, batch * width - len(position))))[: batch * width].view(batch, width)
-            self._item = Items(prefix_len_ptr.reshape(batch).to(self.device, torch.int32, copy=True), position)
+    def _items(self, name: str, given: tuple[Tensor | None, Tensor | None], width: int | Tensor, lengths: Tensor) -> None:
+        """Multi-item scoring: the lengths of the shared prefixes, and each later token's place in its item; `width` of them a sequence, 0: as many as there
+        are. What fills up the last sequence's may be left out. `lengths`: of the keys."""
+        self._item, (prefix, position), batch = None, given, len(lengths)
+        if prefix is None and position is None:
+            return
+        if not isinstance(prefix, Tensor) or not isinstance(position, Tensor) or prefix.numel() != batch:
+            given = f"prefix_len_ptr is {kind_of(prefix)}, token_pos_in_items_ptr {kind_of(position)}"
+            raise ValueError(f"{name}: {given}; give the lengths of the prefixes, [{batch}], and the later tokens' places in their items, or neither")
+        if not isinstance(width, Tensor):
+            check_count(name, 0, token_pos_in_items_len=width)
+        count, width = position.numel(), int(width) or -(-position.numel() // batch)
+        if count <= (batch - 1) * width:  # the last sequence has none
+            raise ValueError(f"{name}: {count} places in token_pos_in_items_ptr for {batch} sequences of {width} each; give {width} for all but the last one")
+        if readable(prefix):
+            needed = (lengths - prefix.reshape(batch).int()).tolist()
+            there = [width] * (batch - 1) + [min(width, count - (batch - 1) * width)]
+            short = next((i for i, (wanted, found) in enumerate(zip(needed, there, strict=True)) if wanted > found), None)
+            if short is not None:
+                given = f"sequence {short} has {needed[short]} keys past its prefix and {there[short]} places in token_pos_in_items_ptr"
+                raise ValueError(f"{name}: {given}; give each of them its place in its item, with token_pos_in_items_len the most of any sequence")
+        position = position.to(self.device, torch.int32, copy=True).flatten()
+        position = torch.nn.functional.pad(position, (0, max(0, batch * width - count)))[: batch * width].view(batch, width)
+        self._item = Items(prefix.reshape(batch).to(self.device, torch.int32, copy=True), position)
 
     def _custom(self) -> Mask | None:
         if self._item is not None or not self._masked:
@@ -237,10 +256,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         self._pages = self._table.fill(name, lists, paged_kv_indices, page_size)
         self._most_keys = self._pages.most
         self._masks(custom_mask, packed_custom_mask, host.diff(), lists.lengths)
-        self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, len(host) - 1)
+        self._items(name, (prefix_len_ptr, token_pos_in_items_ptr), token_pos_in_items_len, lists.lengths)
         self._dtypes(q_data_type, kv_data_type, o_data_type)
         self._heads, self._dim, self._dim_v = (num_qo_heads, num_kv_heads), head_dim_qk, head_dim_vo or head_dim_qk
-        self._done(Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
+        self._done(checked(name, Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)))
 
     begin_forward = plan
 
@@ -274,7 +293,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         as_planned(name, "q", q, self._q_dtype)
         as_planned(name, "paged_kv_cache", k, self._kv_dtype)
         check_heads(name, q, k.shape[2], self._heads, self._dim, (v.shape[-1], self._dim_v))
-        way = self._way if window_left is None else self._way._replace(window_left=window_left)
+        way = self._way if window_left is None else checked(name, self._way._replace(window_left=window_left))
         scaling = scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale))
         queries, dtype = Queries(q, self._qo_indptr_buf, self._longest, self._even), compute_dtype(q.dtype, self._o_dtype)
         run = lambda **keywords: attend(queries, k, v, self._pages, way, dtype, **keywords)  # noqa: E731
@@ -299,9 +318,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         return_lse: bool = False,
     ):
         """`run`, with what is computed given here instead of to `plan`."""
-        one_of(f"{type(self).__name__}.forward", "pos_encoding_mode", pos_encoding_mode, POSITIONS)
-        planned(f"{type(self).__name__}.forward", self._way)
-        self._way = Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
+        name = f"{type(self).__name__}.forward"
+        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        planned(name, self._way)
+        self._way = checked(name, Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)

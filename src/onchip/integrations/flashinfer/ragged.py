@@ -14,6 +14,7 @@ from onchip.integrations.flashinfer.call import (
     Way,
     as_planned,
     check_heads,
+    checked,
     compute_dtype,
     fixed_batch,
     keep,
@@ -113,10 +114,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
             self._kv_indptr_buf = keys.to(self.device, non_blocking=True)
         self._most_keys, self._keys = int(keys.diff().max()), int(keys[-1])
         self._masks(custom_mask, packed_custom_mask, host.diff(), keys.diff())
-        self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, len(host) - 1)
+        self._items(name, (prefix_len_ptr, token_pos_in_items_ptr), token_pos_in_items_len, keys.diff())
         self._dtypes(q_data_type, kv_data_type, o_data_type)
         self._heads, self._dim, self._dim_v = (num_qo_heads, num_kv_heads), head_dim_qk, head_dim_vo or head_dim_qk
-        self._done(Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
+        self._done(checked(name, Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)))
 
     begin_forward = plan
 
@@ -183,9 +184,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         return_lse: bool = False,
     ):
         """`run`, with what is computed given here instead of to `plan`."""
-        one_of(f"{type(self).__name__}.forward", "pos_encoding_mode", pos_encoding_mode, POSITIONS)
-        planned(f"{type(self).__name__}.forward", self._way)
-        self._way = Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
+        name = f"{type(self).__name__}.forward"
+        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        planned(name, self._way)
+        self._way = checked(name, Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)

@@ -16,7 +16,9 @@ from onchip.integrations.flashinfer.call import (
     both,
     call_of,
     check_shape,
+    checked,
     compute_dtype,
+    dtype_of,
     finished,
     mask_of,
     one_of,
@@ -58,6 +60,7 @@ def single(name: str, way: Way, q: Tensor, k: Tensor, v: Tensor, kv_layout: str,
     """One sequence: q `[len_q, heads, dim]`; the results of `finished`."""
     one_of(name, "kv_layout", kv_layout, LAYOUTS)
     one_of(name, "pos_encoding_mode", way.pos_encoding_mode, POSITIONS)
+    checked(name, way)
     for argument, given in (("k", k), ("v", v)):
         check_shape(name, argument, given, SHAPES[kv_layout])
     dtype = compute_dtype(q.dtype, want.dtype)
@@ -115,7 +118,7 @@ def single_prefill_with_kv_cache(
         check_mask(name, custom_mask, [len_q], [len_k])
     custom = None if custom_mask is None else Dense(custom_mask.reshape(len_q, len_k).bool())
     scaling = Scaling(scale_q, both(scale_k, k_scale), both(scale_v, v_scale)) if q.dtype.itemsize == 1 else Scaling(None, k_scale, v_scale)
-    return single(name, way, q, k, v, kv_layout, scaling, Result(o_dtype or q.dtype, return_lse), custom)
+    return single(name, way, q, k, v, kv_layout, scaling, Result(dtype_of(o_dtype, q.dtype), return_lse), custom)
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
