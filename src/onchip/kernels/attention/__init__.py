@@ -545,15 +545,15 @@ LATENT = Op(
             also=(_only("deterministic", "latent"), _top_left),
         ),
         Kernel(
-            "bf16_of_e4m3",
+            "bf16_of_latent",
             "onchip.kernels.attention.bf16_of_e4m3:latent",
             GPUS,
             {"dtype": FLOATS, "mask": MASKS, "len_q": range(1, 1 << 20), "page": range(1, 1 << 20)},
-            also=(_only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
+            also=(_only("deterministic", "latent", "tf32"), _translates),
             least=_smallest_tiles,
         ),
-        Kernel("blocked", "onchip.kernels.attention.dequantised:latent_by_blocked", accepts={"mask": MASKS}, portable=True),
-        Kernel("reference", "onchip.kernels.attention.dequantised:latent_by_reference", portable=True),
+        Kernel("blocked", "onchip.kernels.attention.latent_plain:blocked", accepts={"mask": MASKS}, portable=True),
+        Kernel("reference", "onchip.kernels.attention.latent_plain:reference", portable=True),
     ),
 )
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import Quantised
-from onchip.kernels.attention import DECODE
 
 BYTES, WIDTH, VALUES, TILE = 656, 576, 512, 128  # of a token: bytes, columns, those that are its value, those that share a scale
 
@@ -32,15 +31,6 @@ def backward_from_e4m3(backward: Callable, p: Attention, q: Tensor, k: Tensor, v
 
 
 # ---- a latent cache
-
-
-def latent_by_blocked(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
-    """What `blocked` makes of the keys as numbers."""
-    return DECODE.kernel("blocked").load()(p._replace(op="decode"), None, q, as_numbers(cache, q.dtype), x, return_lse)
-
-
-def latent_by_reference(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
-    return DECODE.kernel("reference").load()(p._replace(op="decode"), None, q, as_numbers(cache, q.dtype), x, return_lse)
 
 
 def as_numbers(cache, dtype: torch.dtype):
