@@ -80,7 +80,7 @@ def attend_latent(
 def latent_problem(q: Tensor, cache: PagedKV, how: How, scale: float | None) -> tuple[Attention, Operands]:
     """The Problem and the operands of a call over a cache whose keys are packed."""
     (batch, len_q, heads, _), (_, page, _, _), columns = q.shape, cache.k.shape, cache.page_table.shape[1]
-    key = q.new_empty(1).expand(1, page, 1, WIDTH)
+    key = q.new_empty(0, page, 1, WIDTH)  # what a copy would hold
     checks.check("attend_latent", q, key, key[..., :VALUES], rank=4)
     sizes = Sizes((batch, len_q, columns * page, heads, 1, WIDTH, q.dtype), ("paged", page, 0, 0, VALUES))
     keys = max(cache.lengths.tolist(), default=0) if cache.lengths.device.type == "cpu" else 0

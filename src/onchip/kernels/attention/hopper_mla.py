@@ -17,7 +17,8 @@ A key block comes in three parts, columns 0 to 255, 256 to 511 and the rest, eac
 pieces, since it is the way of the next keys that takes longest: a product begins with the first 128 columns that are there. Work is cut evenly: the
 pairs of all sequences, end to end, are dealt out to as many programs as there are multiprocessors, from lengths that are read on the device, so that a
 CUDA graph may capture the call. A sequence that two programs share is merged by a second kernel (`latent_merge`; Flash-Decoding, Dao et al., 2023). Each
-kernel begins while the one before it ends: what a program makes ready waits for nobody.
+kernel begins while the one before it ends: what a program makes ready waits for nobody. Keys in e4m3, 656 bytes each, become bfloat16 on their way to shared
+memory (`latent_copies`).
 """
 
 from dataclasses import dataclass
