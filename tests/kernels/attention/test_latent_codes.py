@@ -200,6 +200,17 @@ def test_menu():
 
 @pytest.mark.gpu
 @pytest.mark.hopper
+def test_copied_on_a_gpu(device):
+    """Three times: the whole way, written down, repeated."""
+    c = Case(UNEVEN, page=16, heads=128)
+    q, cache = call = call_of(c, device)
+    for _ in range(3):
+        result = attend_latent(q, *cache[1:], return_lse=True, kernel="bf16_of_latent")
+        judge(c, call, result, lse_slack=10.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("c", [*CASES, Case((4096,) * 4, heads=128), Case((8192,), heads=128)], ids=str)
 def test_on_a_gpu(c, device):
     q, cache = call = call_of(c, device)
