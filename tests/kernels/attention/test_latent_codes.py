@@ -162,7 +162,7 @@ def test_mutant(name):
 # ---- compiled
 
 
-@pytest.mark.parametrize(("page", "len_q", "spills"), [(64, 1, 16), pytest.param(3, 2, 16, marks=pytest.mark.wide)], ids=str)
+@pytest.mark.parametrize(("page", "len_q", "spills"), [(64, 1, 16), pytest.param(3, 2, 80, marks=pytest.mark.wide)], ids=str)
 def test_compiled(page, len_q, spills):
     """All loops in registers, products as in half precision, 16 bytes a thread from memory and to shared memory, and no key by the copy engine."""
     q, packed = meta(32, len_q, 128, 576), meta(2048, page, 1, 656, dtype=torch.uint8)

@@ -401,7 +401,7 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, words_ptr, of_page, of_slo
     given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
     keys = (words_ptr, (of_page, of_slot)) if C.codes else (k_desc, k_rope_desc)
     copied = ((q_desc, q_rope_desc), keys, queries, q_empty, even, odd, told, (lengths_ptr, batch, shares), (table_ptr, stride), tiles, first)
-    COPIER: gl.constexpr = 104 if C.codes else 40  # registers
+    COPIER: gl.constexpr = 120 if C.codes else 40  # registers
     gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (copy, (copied, C))], [4, C.fillers // 32], [(504 - COPIER) // 2, COPIER])
 
 

@@ -9,7 +9,7 @@ would make 512 threads, of which ptxas gives none the 154 registers that a produ
 A thread has two rows of a piece of 128 columns, of which 16 codes side by side become 32 bytes in two stores. Eight lanes store at once: four of a row, which
 take every other 16 bytes of 128, and four of the next row, which shared memory's swizzling leads to those between: no bank is met twice. (Of one row, they
 would meet each twice, where products leave shared memory no time to spare.) What goes through the loop are words of four codes: single bytes are taken apart
-there and put together anew. A pair of blocks is 512 codes a thread and 2,494 instructions, of 5,500 cycles that a pair takes.
+there and put together anew. A pair of blocks is 512 codes a thread and 2,486 instructions, of 5,500 cycles that a pair takes.
 """
 
 from onchip.kernels.attention.latent_merge import pairs_of, share_of
@@ -33,7 +33,7 @@ PIECE = gl.constexpr(128)  # columns of a key that come, and are waited for, tog
 EVEN, ODD = gl.constexpr((0, 1, 2, 3, 4)), gl.constexpr((2, 3, 0, 1, 4))
 ORDER = gl.constexpr((0, 1, 2, 3, 4, 2, 3, 0, 1, 4))  # of both
 LEFT_GONE, RIGHT_GONE, ROPE_GONE = gl.constexpr(10), gl.constexpr(12), gl.constexpr(14)  # hardware barriers of the even block, and the odd one's behind it
-AHEAD = gl.constexpr(2)  # pieces of codes that are on their way from memory while another one waits for room: 8 KB each
+AHEAD = gl.constexpr(3)  # pieces of codes that are on their way from memory while another one waits for room: 8 KB each
 # Words of a piece [64, 32], four codes or two rope columns each: 16 bytes a thread, eight rows a warp.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 # Words of a token: codes, a scale for each 128 of them, and from ROPE_AT on the rope columns. What is 16 bytes is a unit.
