@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -240,7 +241,7 @@ class Partition(threading.Thread):
         self.done, self.stopped = False, False
         self.products, self.stores, self.unfenced = [], [], set()  # issued and not waited for, oldest first; addresses written and not fenced
         self.copies, self.copied = [[]], 0.0  # by its threads: groups of them, oldest first, the last not committed; and when the last of them lands
-        self.unseen = set()  # addresses where what threads copied landed since this partition's last fence
+        self.unseen, self.fenced = {}, 0  # addresses where what threads copied or handed over came to lie since this partition's last fence: when; and its time
         self.go.acquire()
 
     def run(self):
@@ -271,7 +272,7 @@ class Clock:
 
     def __init__(self, seed: str):
         self.random, self.now, self.running, self.error = random.Random(seed), 0.0, None, None
-        self.events, self.order, self.partitions, self.over = [], itertools.count(), [], threading.Lock()
+        self.events, self.order, self.partitions, self.over = [], itertools.count(1), [], threading.Lock()
         self.over.acquire()
 
     def start(self, name: str, threads: int, work: Callable[[], None]) -> Partition:
@@ -323,6 +324,12 @@ class Clock:
             following.go.release()
         return following is not None and following is here
 
+    def hand_over(self, span: "Span") -> None:
+        """The asynchronous units see what threads wrote there past a fence, of who issues them or of who tells him."""
+        now = next(self.order)
+        for partition in self.partitions:
+            partition.unseen[span] = now
+
     def at(self, moment: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.events, (moment, next(self.order), action))
 
@@ -347,6 +354,22 @@ class Clock:
 
 
 # ---- shared memory and barriers
+
+
+class Span(NamedTuple):
+    """Addresses from `start` to before `end`, of rows `pitch` bytes apart the first `width` bytes."""
+
+    start: int
+    end: int
+    pitch: int
+    width: int
+
+    def meets(self, other: "Span") -> bool:
+        """Whether the two have a byte in common; columns side by side, as pieces of one tile are, have none."""
+        if other.end <= self.start or self.end <= other.start:
+            return False
+        between = (other.start - self.start) % self.pitch
+        return self.pitch != other.pitch or between < self.width or between + other.width > self.pitch
 
 
 class Shared:
@@ -385,20 +408,22 @@ class Shared:
         return Tensor(self.values.clone(), layout if isinstance(layout, Linear) else None)
 
     @property
-    def span(self) -> tuple[int, int]:
+    def span(self) -> "Span":
         """Addresses from the first byte to behind the last."""
-        last = sum((size - 1) * stride for size, stride in zip(self.values.shape, self.values.stride(), strict=True))
-        start = self.values.data_ptr()
-        return start, start + (last + 1) * self.values.element_size()
+        size, start = self.values.element_size(), self.values.data_ptr()
+        steps = sorted((stride, n - 1) for n, stride in zip(self.values.shape, self.values.stride(), strict=True) if n > 1)
+        *columns, (pitch, rows) = steps or [(1, 0)]
+        width = 1 + sum(stride * n for stride, n in columns)
+        return Span(start, start + (pitch * rows + width) * size, pitch * size, width * size)
 
     def check_fenced(self):
         """The asynchronous units see what threads have written only past a fence, by the threads that wrote."""
-        start, end = self.span
+        span = self.span
         for partition in self.emulator.clock.partitions:
-            if any(first < end and start < last for first, last in partition.unfenced):
+            if any(map(span.meets, partition.unfenced)):
                 raise Fault("a product or a TMA store reads what was written before fence_async_shared()")
-        if any(first < end and start < last for first, last in self.emulator.clock.running.unseen):
-            raise Fault("a product or a TMA store reads what threads copied, without fence_async_shared() since")
+        if any(map(span.meets, self.emulator.clock.running.unseen)):
+            raise Fault("a product or a TMA store reads what threads copied or handed over, without fence_async_shared() since")
 
     def check_major(self, dim: int):
         """Of bytes, wgmma takes operands whose summed dimension is contiguous."""
@@ -442,14 +467,14 @@ class NamedBarrier:
     """One of the 16 hardware barriers of a program."""
 
     def __init__(self):
-        self.turns, self.expected, self.arrived = 0, 0, []
+        self.turns, self.expected, self.arrived, self.fenced = 0, 0, [], 0
 
     def arrive(self, partition: Partition, threads: int):
         if partition in self.arrived:
             raise Fault(f"{partition.name} arrives twice at a named barrier")
         if self.arrived and threads != self.expected:
             raise Fault(f"{partition.name} arrives at a named barrier of {threads} threads, where others await {self.expected}")
-        self.expected = threads
+        self.expected, self.fenced = threads, max(self.fenced, partition.fenced)
         self.arrived.append(partition)
         here = sum(p.threads for p in self.arrived)
         if here > threads:
@@ -621,7 +646,12 @@ class Emulator:
         barrier.count = barrier.pending = count
 
     def arrive(self, barrier: Barrier, count: int = 1):
+        """What its threads have written and not fenced, whoever waits for the barrier may fence."""
         self.pause()
+        here = self.clock.running
+        for span in here.unfenced:
+            self.clock.hand_over(span)
+        here.unfenced.clear()
         barrier.arrive(count)
 
     def expect(self, barrier: Barrier, nbytes: int):
@@ -658,8 +688,7 @@ class Emulator:
             values = torch.zeros(mask.shape, dtype=pointer.memory.dtype)
             values[mask] = pointer.memory[chosen]
             buffer.values.copy_(values.view(buffer.values.shape))
-            for partition in self.clock.partitions:
-                partition.unseen.add(buffer.span)
+            self.clock.hand_over(buffer.span)
             landed.set()
 
         self.clock.after(delay, land)
@@ -715,8 +744,10 @@ class Emulator:
             self.clock.until(stores.pop(0).is_set, "a store")
 
     def fence(self, cluster=False):
-        self.clock.running.unfenced.clear()
-        self.clock.running.unseen.clear()
+        here = self.clock.running
+        here.unfenced.clear()
+        here.unseen.clear()
+        here.fenced = next(self.clock.order)
 
     # products
 
@@ -817,6 +848,9 @@ class Emulator:
             warps, rows, columns = args[0].shape
             x = raw(args[0]).view(warps, rows // 8, 8, columns // 8, 8).transpose(2, 4).reshape(warps, rows, columns)
             return Tensor(x) if len(args) == 1 else (Tensor(torch.where(raw(args[1]) < 0, x, 0)), Tensor(torch.where(raw(args[1]) < 0, 0, x)))
+        if "cvt.rn.f16x2.e4m3x2 x, a;" in code:  # four codes of a word, times a scale
+            numbers = raw(args[0])[..., None].view(torch.float8_e4m3fn).to(torch.float32) * raw(args[1])[..., None]
+            return tuple(map(Tensor, numbers.to(torch.bfloat16).view(torch.int32).unbind(-1)))
         if "cvt.rn.f16x2.e4m3x2" in code:
             halves = raw(args[0])[..., None].view(torch.float8_e4m3fn).to(torch.float16).view(torch.int32)
             return tuple(map(Tensor, halves.unbind(-1)))
@@ -848,6 +882,8 @@ class Emulator:
         barrier.arrive(self.clock.running, threads)
         if how == "sync":
             self.clock.until(lambda: barrier.turns > turn, f"named barrier {number}")
+            here = self.clock.running
+            here.unseen = {span: when for span, when in here.unseen.items() if when > barrier.fenced}
         return ZERO
 
     # programs

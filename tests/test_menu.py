@@ -29,6 +29,7 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "prefill": Attention("prefill", 2, 1000, 1000, 8, 2, 64, BF16, Causal()),
     "backward": Attention("backward", 64, 1000, 1000, 8, 2, 64, BF16, Causal()),
     "decode": Attention("decode", 2, 1, 1024, 4, 2, 64, BF16, Causal(), "paged", 16),
+    "latent": Attention("latent", 2, 1, 1024, 4, 1, 576, BF16, Causal(), "paged", 16, dim_v=512, extras=("latent",)),
     "rms_norm": Rows("rms_norm", 63, 4096, BF16, "residual"),
     "gated_act": Rows("gated_act", 63, 4096, BF16, "silu"),
     "rope_append": Rope("rope_append", 63, 8, 2, 64, 64, BF16, "neox", False, True),
@@ -257,6 +258,8 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "register_decode": {"batch_invariant", "deterministic", "sinks"},
     "hopper_paged": {"batch_invariant", "deterministic", "latent", "sinks"},
     "hopper_mla": {"deterministic", "latent"},
+    "hopper_mla_codes": {"deterministic", "latent"},
+    "bf16_of_latent": {"deterministic", "latent", "tf32"},
     "triton_decode": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
     "triton_shares": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
     "triton_paged": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
@@ -634,9 +637,11 @@ VARIED = {
 @pytest.mark.parametrize("problem", TYPICAL.values(), ids=str)
 def test_a_problem_is_its_text(problem):
     """Problems that differ in any one or two fields that mean something differ in their text, which is their test id and benchmark row."""
-    unused = {"op", "keys"} | ({"page", "tokens", "tokens_k"} - ({"page"} if problem.op == "decode" else set()) if isinstance(problem, Attention) else set())
+    unused = {"op", "keys"} | (
+        {"page", "tokens", "tokens_k"} - ({"page"} if problem.op in ("decode", "latent") else set()) if isinstance(problem, Attention) else set()
+    )
     unused |= {"append"} if problem.op.startswith("rotary") else set()  # there is no cache
-    fields = [field for field in problem._fields if field not in unused]
+    fields = [field for field in problem._fields if field not in unused and getattr(problem, field) != VARIED[field]]
     changed = [dict.fromkeys(chosen) for size in (0, 1, 2) for chosen in itertools.combinations(fields, size)]
     problems = [problem._replace(**{field: VARIED[field] for field in chosen}) for chosen in changed]
     assert len(set(problems)) == len(problems) == len({str(p) for p in problems})
@@ -654,6 +659,7 @@ def test_texts_by_hand():
         "prefill B2 q1000 k1000 h8/2 d64 bf16 Causal",
         "backward B64 q1000 k1000 h8/2 d64 bf16 Causal",
         "decode B2 q1 k1024 h4/2 d64 bf16 Causal page 16",
+        "latent B2 q1 k1024 h4/1 d576/512 bf16 Causal page 16 latent",
         "rms_norm 63x4096 bf16 residual",
         "gated_act 63x4096 bf16 silu",
         "rope_append T63 h8/2 d64 r64 bf16 neox append",

@@ -30,6 +30,7 @@ ROWS = {
     "four queries": Row(PAGED._replace(len_q=4), "", ""),
     "shared": Row(Shared("cascade", PAGED, 16), "", ""),
     "latent": Row(LATENT, "", ""),
+    "latent in e4m3": Row(LATENT._replace(op="latent", dtype=BF16), "", ""),
     "mixed": Row(PAGED._replace(len_q=5, len_k=40, tokens=9), "", "", (40, 7, 9), (5, 1, 3)),
 }
 
@@ -80,6 +81,7 @@ def test_bytes_are_those_of_keys_and_values():
     assert made("uneven").cost.bytes == (40 + 7 + 9) * 2 * 2 * 16 * 4
     assert data.inputs(ROWS["shared"], CPU).cost.bytes == (16 + 3 * 16) * 2 * 2 * 16 * 4
     assert made("latent").cost.bytes == 3 * 32 * 576 * 4
+    assert made("latent in e4m3").cost.bytes == 3 * 32 * 656
     assert made("even", dim=64, kv="int4").cost.bytes == 3 * 32 * 2 * 2 * (32 + 4)
     assert made("even", dim=64, kv="int8/32").cost.bytes == 3 * 32 * 2 * 2 * (64 + 8)
     assert made("four queries").cost.flops == 3 * (29 + 30 + 31 + 32) * 4 * 2 * 32

@@ -65,6 +65,18 @@ def test_attention(kernel, len_q):
         assert_as_good_as_torch(ours, low, truth, slack)
 
 
+def test_gradient_of_queries():
+    """Of the formula in plain torch, over a copy."""
+    packed = quantise_latent(torch.randn(2, 16, 1, 576).to(BF16))
+    table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    q = torch.randn(1, 2, 4, 576).to(BF16).requires_grad_()
+    out = attend_latent(q, packed, table, lengths)
+    assert torch.equal(out, attend_latent(q.detach(), packed, table, lengths))
+    latent = dequantise_latent(packed)
+    again = onchip.paged_attention(q, PagedKV(latent, latent[..., :512], table, lengths))
+    assert torch.equal(*(torch.autograd.grad(o.float().square().sum(), q)[0] for o in (out, again)))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="576"):
         quantise_latent(torch.zeros(3, 512))

@@ -70,6 +70,7 @@ def typical() -> list:
         Attention("prefill", 1, 4096, 4096, 32, 8, 128, bf16, causal),
         Attention("backward", 1, 4096, 4096, 32, 8, 128, bf16, causal),
         Attention("decode", 8, 1, 4096, 32, 8, 128, bf16, causal, "paged", 16),
+        Attention("latent", 8, 1, 4096, 128, 1, 576, bf16, causal, "paged", 64, dim_v=512, extras=("latent",)),  # DeepSeek-V3's
         Rows("rms_norm", 4096, 4096, bf16),
         Rows("gated_act", 4096, 14336, bf16, "silu"),
         Rope("rope_append", 4096, 32, 8, 128, 128, bf16, "neox", False, True),

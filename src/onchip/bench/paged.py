@@ -15,6 +15,7 @@ from onchip.dispatch import OPS
 from onchip.kernels.attention import bytes_of_token, reference
 from onchip.models.rope import rope_table
 from onchip.ops.attention import PagedKV
+from onchip.ops.latent import quantise_latent
 
 PART = 1 << 26  # numbers that are quantised at once
 SAMPLE = 64  # queries of a sequence that are held against the reference
@@ -46,7 +47,8 @@ class Paged:
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCE[self.problem.kv.partition("/")[0]] if self.problem.dtype.itemsize == 2 else 1e-3
+        kind = "e4m3" if self.problem.op == "latent" else self.problem.kv.partition("/")[0]
+        return TOLERANCE[kind] if self.problem.dtype.itemsize == 2 else 1e-3
 
     @functools.cached_property
     def cost(self) -> Cost:
@@ -165,6 +167,9 @@ def attended(row: Row, device: torch.device) -> Paged:
     v = k[..., : p.value_dim] if "latent" in p.extras else draw(pages, p.page, p.kv_heads, p.value_dim)
     source = PagedKV(k, v, table, torch.tensor(lengths, dtype=torch.int32, device=device))
     cache = source._replace(k=quantised(k, p.kv), v=quantised(v, p.kv)) if p.kv else source
+    if p.op == "latent":
+        packed = torch.cat([quantise_latent(part) for part in k.split(max(1, PART // k[0].numel()))])
+        cache = source._replace(k=packed, v=packed)
     if not row.queries:
         return Paged(p, draw(p.batch, p.len_q, p.heads, p.dim), source, cache, lengths, queries, shared=shared)
     offsets = torch.tensor([0, *queries]).cumsum(0).to(device, torch.int32)

@@ -18,6 +18,7 @@ from onchip.core.problem import Attention, Rope
 from onchip.ops.attention import PagedKV, paged_attention
 from onchip.ops.cascade import cascade_attention
 from onchip.ops.fused import Append, rope_append
+from onchip.ops.latent import attend_latent
 
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 WORKSPACE = 256 << 20  # bytes; FlashInfer advises 128 MiB, which 16 splits of 64 queries exceed
@@ -47,6 +48,8 @@ def onchip_cascade(inputs: Paged) -> Call:
 
 
 def _attend(i: Paged, cache: PagedKV) -> Callable:
+    if i.problem.op == "latent":
+        return lambda: attend_latent(i.q, *cache[1:], mask=i.problem.mask)
     packed = {} if i.offsets is None else {"q_offsets": i.offsets, "longest": i.problem.len_q}
     return lambda: paged_attention(i.q, cache, mask=i.problem.mask, **packed)
 

@@ -150,7 +150,7 @@ def _weigh(entry: dict, inputs, facts: Device) -> None:
     if p.op == "generate":
         entry["rate"] = {"unit": "token/s", "amount": p.batch * (p.prompt if p.phase == "prefill" else 1)}
     else:
-        maths = p.op in MATHS or (p.op == "decode" and p.len_q * p.group >= MANY) or getattr(inputs, "maths", False)
+        maths = p.op in MATHS or (p.op in ("decode", "latent") and p.len_q * p.group >= MANY) or getattr(inputs, "maths", False)
         entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if maths else {"unit": "B/s", "amount": cost.bytes}
 
 

@@ -197,6 +197,7 @@ def _decoding(device: torch.device, quick: bool) -> list[Row]:
     for batch, n in ((32, 4096),) if quick else ((1, 8192), (32, 4096), (128, 4096)):
         p = Attention("decode", batch, 1, n, 128, 1, 576, BF16, Causal(), "paged", 64, dim_v=512, extras=("latent",))
         found.append(Row(p, "latent (MLA), 128 heads", f"{batch}x{_short(n)}"))
+        found.append(Row(p._replace(op="latent"), "MLA in e4m3, 128 heads", f"{batch}x{_short(n)}"))
     append = Rope("rope_append", 4096, *HEADS, HEADS[2], BF16, "neox", False, True)
     return found + [Row(append._replace(kv=kv), "append", kv or "bf16") for kv in ("", "e4m3", "int8", "int4")]
 

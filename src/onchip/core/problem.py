@@ -38,7 +38,8 @@ class Cost(NamedTuple):
 class Attention(NamedTuple):
     """`softmax(score(scale q k^T) + mask) v`.
 
-    op      "prefill": many queries a sequence; "backward": its gradients; "decode": queries, one or many, over a paged cache.
+    op      "prefill": many queries a sequence; "backward": its gradients; "decode": queries, one or many, over a paged cache; "latent": over one of
+            latent keys in e4m3 (`ops/latent.py`).
     keys    "dense" [batch, len, heads, dim], "packed" [tokens, heads, dim] or "paged" [pages, page, kv_heads, dim].
     len_q, len_k   of the longest sequence. A packed problem also has `tokens`, the queries in all (and `tokens_k`, the keys, where
             they are not as many); its cost supposes sequences of equal length. A paged problem's `len_k` is the capacity of its page table,

@@ -189,13 +189,13 @@ def message(READERS: gl.constexpr):
 
 
 @gluon.jit
-def tell(message, turn, values):
-    """The `turn`-th message, a tuple of int32."""
+def tell(message, turn, values, WARPS: gl.constexpr = 1):
+    """The `turn`-th message, a tuple of int32, by a partition of WARPS warps."""
     numbers, full, empty = message
     index = turn % 2
     mbarrier.wait(empty.index(index), turn // 2 % 2 ^ 1)
     for n in gl.static_range(len(values)):
-        numbers.index(8 * index + n).store(gl.full([1], values[n], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        numbers.index(8 * index + n).store(gl.full([1], values[n], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     mbarrier.arrive(full.index(index), count=1)
 
 

@@ -1,7 +1,8 @@
 """A latent cache in e4m3, in the form that FlashMLA exchanges with its peers (DeepSeek-V3.2, 2025): 656 bytes a token.
 
 Bytes 0 to 511 hold the first 512 columns in e4m3, the next 16 four scales in float32, one for each 128 of these columns, the last 128 the 64 rope columns
-in bfloat16: x = scale * code. It is read by way of a copy of the keys in question in bfloat16, which the kernels of `paged_attention` read.
+in bfloat16: x = scale * code. On Hopper these bytes are read as they are; elsewhere by way of a copy of the keys in question in bfloat16, which the kernels
+of `paged_attention` read.
 """
 
 import torch
@@ -9,13 +10,15 @@ from torch import Tensor
 
 from onchip.core.arguments import kind_of
 from onchip.core.masks import Causal, Mask
-from onchip.core.problem import E4M3
+from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import LARGEST, SMALLEST
-from onchip.ops.attend import PagedKV
+from onchip.kernels.attention import LATENT
+from onchip.kernels.attention.dequantised import BYTES, TILE, VALUES, WIDTH, as_numbers, numbers
+from onchip.ops import checks, graph
+from onchip.ops.attend import How, PagedKV, Sizes, launch_paged, problem_of
 from onchip.ops.attention import paged_attention
-from onchip.ops.checks import check_named, check_pages
 
-BYTES, WIDTH, VALUES, TILE = 656, 576, 512, 128
+KERNELS = ("auto", *(kernel.name for kernel in LATENT.kernels))
 
 
 def quantise_latent(
@@ -35,9 +38,7 @@ def dequantise_latent(packed: Tensor) -> Tensor:
     """uint8 [..., 656] as bfloat16 [..., 576]."""
     if packed.shape[-1] != BYTES or packed.dtype != torch.uint8:
         raise ValueError(f"dequantise_latent: packed is {packed.dtype} {list(packed.shape)}; give uint8 [..., {BYTES}], as quantise_latent makes it")
-    codes, scale, rope = (part.contiguous() for part in packed.split((VALUES, VALUES // TILE * 4, (WIDTH - VALUES) * 2), -1))
-    values = codes.view(E4M3).float().unflatten(-1, (-1, TILE)) * scale.view(torch.float32)[..., None]
-    return torch.cat([values.flatten(-2).to(torch.bfloat16), rope.view(torch.bfloat16)], -1)
+    return numbers(packed)
 
 
 def attend_latent(
@@ -53,19 +54,35 @@ def attend_latent(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`paged_attention` over a latent cache in e4m3, absorbed: values are the first 512 columns. Returns `[batch, len_q, heads, 512]`, and LSE as there.
 
-    The pages in use are first copied in bfloat16: for 656 bytes read, 1,152 more are written and read again.
+    On an H100 or H200 `hopper_mla_codes` reads the bytes (bfloat16 queries, Full or Causal). Elsewhere, where gradients are wanted and inside torch.compile
+    the pages in use are first copied in q's dtype: for 656 bytes read, 1,152 more are written and read again.
+
+    kernel   also one of `paged_attention`'s, which then reads such a copy.
     """
     if not isinstance(q, Tensor) or q.ndim != 4:
         raise ValueError(f"attend_latent: q is {kind_of(q)}; give [batch, len_q, heads, {WIDTH}]")
     if not isinstance(packed, Tensor) or packed.ndim != 4 or packed.shape[2] != 1:
         raise ValueError(f"attend_latent: packed is {kind_of(packed)}; give uint8 [pages, page, 1, {BYTES}]")
-    check_pages("attend_latent", q, PagedKV(packed, packed, page_table, lengths), q.shape[0])
-    page = packed.shape[1]
-    check_named("attend_latent", page_table, lengths, page, len(packed))
-    packed = packed if len(packed) else packed.new_zeros(1, *packed.shape[1:])  # of which nobody has a key
-    used = torch.arange(page_table.shape[1], device=q.device) * page < lengths[:, None]
-    latent = dequantise_latent(packed[torch.where(used, page_table, 0).flatten().long()]).to(q.dtype)
-    table = torch.arange(page_table.numel(), dtype=torch.int32, device=q.device).view(page_table.shape)
-    return paged_attention(
-        q, PagedKV(latent, latent[..., :VALUES], table, lengths), mask=mask, scale=scale, return_lse=return_lse, kernel=kernel
-    )  # fmt: skip
+    cache, page = PagedKV(packed, packed, page_table, lengths), packed.shape[1]
+    checks.check_pages("attend_latent", q, cache, q.shape[0])
+    checks.check_named("attend_latent", page_table, lengths, page, len(packed))
+    if packed.shape[-1] != BYTES or packed.dtype != torch.uint8 or packed.device != q.device:
+        raise ValueError(f"attend_latent: packed is {kind_of(packed)}; give uint8 [pages, page, 1, {BYTES}] on {q.device}, as quantise_latent makes it")
+    if not len(packed):
+        cache = cache._replace(k=packed.new_zeros(1, *packed.shape[1:]))  # of which nobody has a key
+    how = How(mask, None, None, None, False, False, kernel)
+    if kernel not in KERNELS or graph.in_graph(kernel, q, packed, packed) or checks.paged_grad(how, q, cache):
+        return paged_attention(q, as_numbers(cache, q.dtype), mask=mask, scale=scale, return_lse=return_lse, kernel=kernel)
+    problem, x = latent_problem(q, cache, how, scale)
+    return launch_paged(problem, kernel, q, cache, x, return_lse)
+
+
+def latent_problem(q: Tensor, cache: PagedKV, how: How, scale: float | None) -> tuple[Attention, Operands]:
+    """The Problem and the operands of a call over a cache whose keys are packed."""
+    (batch, len_q, heads, _), (_, page, _, _), columns = q.shape, cache.k.shape, cache.page_table.shape[1]
+    key = q.new_empty(0, page, 1, WIDTH)  # what a copy would hold
+    checks.check("attend_latent", q, key, key[..., :VALUES], rank=4)
+    sizes = Sizes((batch, len_q, columns * page, heads, 1, WIDTH, q.dtype), ("paged", page, 0, 0, VALUES))
+    keys = max(cache.lengths.tolist(), default=0) if cache.lengths.device.type == "cpu" else 0
+    problem, x = problem_of("latent", how, sizes, Operands(checks.scale_of(scale, q)), q, keys)
+    return problem._replace(extras=tuple(sorted((*problem.extras, "latent")))), x

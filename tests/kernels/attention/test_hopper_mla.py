@@ -32,6 +32,7 @@ PARTS = (
     "attention.hopper_dropout",
     "attention.hopper_tiles",
     "attention.latent_merge",
+    "attention.latent_copies",
     "attention.hopper_mla",
 )
 SOURCES = [f"onchip.kernels.{name}" for name in PARTS]
@@ -144,16 +145,16 @@ def test_every_pair_is_one_share_s(batch):
 
 READY = "    arrive_and_wait(n * 0, ODD_READY, BOTH)\n"
 DONE = "            acc = warpgroup_mma_wait(1, deps=[acc])\n"
-GONE = "            release(used * 0, LEFT_GONE + 1, ONE_GROUP)\n"
+GONE = "            release(used * 0, LEFT_GONE + 1, C.one_group)\n"
 MUTANTS = {
-    "keys are let go before their values are used": (READY, "    release(n * 0, LEFT_GONE, ONE_GROUP)\n" + READY),
+    "keys are let go before their values are used": (READY, "    release(n * 0, LEFT_GONE, C.one_group)\n" + READY),
     "odd values are let go before": (DONE + GONE, GONE + DONE),
     "weights are not waited for": ("    arrive_and_wait(used * 0, EVEN_READY, BOTH)\n", ""),
     "weights are not fenced": ("    tops[0].store(top)\n    fence_async_shared()\n", "    tops[0].store(top)\n"),
     "the other's maximum is not heeded": ("    acc, total = _shrunk(acc, total, gl.exp2(top - base_of(new_top)))\n", ""),
     "sums of one warpgroup": ("    total += sums[1 - GROUP].load(row_layout)\n", ""),
     "queries are overwritten": ("        mbarrier.wait(q_empty, turn % 2 ^ 1)\n", "        mbarrier.wait(q_empty, turn % 2)\n"),
-    "the last page's rest is not cleared": ("    _clear(values, n, length)\n", ""),
+    "the last page's rest is not cleared": ("    _clear(values, n, length, C)\n", ""),
     "the wrong phase": ("mbarrier.wait(block[3].index(ORDER[i]), used % 2)", "mbarrier.wait(block[3].index(ORDER[i]), used % 2 ^ 1)"),
     "each query sees all": ("        least = length - (len_q - 1)\n", ""),
     "slots of two parts are one": ("-1, number + sequence)", "-1, sequence)"),

@@ -15,6 +15,7 @@ FLOATS = (*HALF, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
 MASKS = (*BANDS, Traced)
 KV = ("", *map(str, FORMATS))
+WIDE = {"dtype": FLOATS, "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("paged",)}  # what Triton's kernels over pages take
 PAGES = [1 << i for i in range(3, 11)]  # that TMA copies: rows of shared memory are swizzled by eights
 CUTLASS = Extra("cutlass", "nvidia-cutlass-dsl", "4.8")
 FEW = 1e8  # pairs of a query and a key
@@ -39,7 +40,9 @@ def cost(p: Attention) -> Cost:
 
 
 def bytes_of_token(p: Attention) -> int:
-    """Of a key and its value, for one key head: as numbers or as codes with their scales; of a latent cache the key alone."""
+    """Of a key and its value, for one key head: as numbers or as codes with their scales; of a latent cache the key alone, in e4m3 656."""
+    if p.op == "latent":
+        return 656
     if p.kv:
         return Format.of(p.kv).bytes(p.dim) + Format.of(p.kv).bytes(p.value_dim)
     return p.dtype.itemsize * (p.dim if "latent" in p.extras else p.dim + p.value_dim)
@@ -506,33 +509,14 @@ DECODE = Op(
             "triton_decode",
             "onchip.kernels.attention.triton_decode:launch",
             GPUS,
-            {
-                "dtype": FLOATS,
-                "dim": range(8, 577),
-                "value_dim": range(8, 513),
-                "mask": MASKS,
-                "keys": ("paged",),
-                "len_q": range(1, 17),
-                "page": [1 << i for i in range(11)],
-                "tokens": (0,),
-                "kv": ("",),
-            },
+            WIDE | {"len_q": range(1, 17), "page": [1 << i for i in range(11)], "tokens": (0,), "kv": ("",)},
             also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
         ),
         Kernel(
             "triton_shares",
             "onchip.kernels.attention.triton_shares:launch",
             GPUS,
-            {
-                "dtype": FLOATS,
-                "dim": range(8, 577),
-                "value_dim": range(8, 513),
-                "mask": MASKS,
-                "keys": ("paged",),
-                "len_q": range(1, 17),
-                "page": range(1, 1 << 20),
-                "kv": KV,
-            },
+            WIDE | {"len_q": range(1, 17), "page": range(1, 1 << 20), "kv": KV},
             also=(_codes_in_pairs, _float32_of_a_row, _only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
             slower=(_any_length,),
         ),
@@ -540,21 +524,36 @@ DECODE = Op(
             "triton_paged",
             "onchip.kernels.attention.triton_prefill:launch_paged",
             GPUS,
-            {
-                "dtype": FLOATS,
-                "dim": range(8, 577),
-                "value_dim": range(8, 513),
-                "mask": MASKS,
-                "keys": ("paged",),
-                "len_q": range(1, 1 << 20),
-                "page": range(1, 1 << 20),
-                "kv": ("",),
-            },
+            WIDE | {"len_q": range(1, 1 << 20), "page": range(1, 1 << 20), "kv": ("",)},
             also=(_only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
             least=_smallest_tiles,
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "kv": KV}, also=PORTABLE, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",), "kv": KV}, also=PORTABLE, portable=True),
+    ),
+)
+
+LATENT = Op(
+    "latent",
+    cost,
+    (
+        Kernel(
+            "hopper_mla_codes",
+            "onchip.kernels.attention.hopper_mla:launch",
+            {"cuda": (90,)},
+            {"dtype": (torch.bfloat16,), "mask": (Full, Causal), "len_q": range(1, 1 << 20), "page": range(1, 1 << 20), "score": (None,)},
+            also=(_only("deterministic", "latent"), _top_left),
+        ),
+        Kernel(
+            "bf16_of_latent",
+            "onchip.kernels.attention.bf16_of_e4m3:latent",
+            GPUS,
+            {"dtype": FLOATS, "mask": MASKS, "len_q": range(1, 1 << 20), "page": range(1, 1 << 20)},
+            also=(_only("deterministic", "latent", "tf32"), _translates),
+            least=_smallest_tiles,
+        ),
+        Kernel("blocked", "onchip.kernels.attention.latent_plain:blocked", accepts={"mask": MASKS}, portable=True),
+        Kernel("reference", "onchip.kernels.attention.latent_plain:reference", portable=True),
     ),
 )
 
@@ -585,4 +584,4 @@ PAGE_SCORES = Op(
     ),
 )
 
-OPS = (PREFILL, BACKWARD, DECODE, QUANTISE, MERGE, PAGE_SCORES)
+OPS = (PREFILL, BACKWARD, DECODE, LATENT, QUANTISE, MERGE, PAGE_SCORES)

@@ -14,7 +14,8 @@ from onchip.core.device import Device
 from onchip.core.kernel import Kernel
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import Scales
-from onchip.kernels.attention import BACKWARD, PREFILL
+from onchip.kernels.attention import BACKWARD, DECODE, PREFILL
+from onchip.kernels.attention.dequantised import as_numbers
 
 
 class By(NamedTuple):
@@ -31,13 +32,17 @@ class By(NamedTuple):
         return told and (lambda _: told(self.problem))
 
     def __str__(self):
-        return f"q, k and v in bf16 by {self.kernel.name}" + f": {self.config}" * (self.config is not None)
+        what = "keys in bf16" if self.problem.op == "decode" else "q, k and v in bf16"
+        return f"{what} by {self.kernel.name}" + f": {self.config}" * (self.config is not None)
 
 
 def configs(p: Attention, device: Device) -> list[By]:
     """The first kernel of the menu that takes the problem in bfloat16: one that is not plain torch."""
-    near = p._replace(dtype=torch.bfloat16, extras=tuple(extra for extra in p.extras if extra not in ("key_scales", "token_scales")))
-    kernels = (PREFILL if p.op == "prefill" else BACKWARD).kernels
+    if p.op == "latent":
+        near, kernels = p._replace(op="decode"), DECODE.kernels
+    else:
+        near = p._replace(dtype=torch.bfloat16, extras=tuple(extra for extra in p.extras if extra not in ("key_scales", "token_scales")))
+        kernels = (PREFILL if p.op == "prefill" else BACKWARD).kernels
     kernel = next(kernel for kernel in kernels if not kernel.portable and not kernel.leaves(near, device))
     return [By(kernel, near, kernel.configs(near, device)[0])]
 
@@ -50,6 +55,11 @@ def prefill(_p: Attention, by: By, q: Tensor, k: Tensor, v: Tensor, x: Operands,
 def backward(_p: Attention, by: By, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, x: Operands):
     """Gradients of the numbers that q, k and v stand for, in bfloat16, and the others."""
     return by.kernel.load()(by.problem, by.config, *_dequantised(q, k, v, x.scales), out, lse, d_out, d_lse, x._replace(scales=None, sources=None))
+
+
+def latent(_p: Attention, by: By, q: Tensor, cache, x: Operands, return_lse: bool):
+    """Over a latent cache in e4m3, of which the pages in use are copied, in q's dtype."""
+    return by.kernel.load()(by.problem, by.config, q, as_numbers(cache, q.dtype), x, return_lse)
 
 
 def _dequantised(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> list[Tensor]:

@@ -17,7 +17,8 @@ A key block comes in three parts, columns 0 to 255, 256 to 511 and the rest, eac
 pieces, since it is the way of the next keys that takes longest: a product begins with the first 128 columns that are there. Work is cut evenly: the
 pairs of all sequences, end to end, are dealt out to as many programs as there are multiprocessors, from lengths that are read on the device, so that a
 CUDA graph may capture the call. A sequence that two programs share is merged by a second kernel (`latent_merge`; Flash-Decoding, Dao et al., 2023). Each
-kernel begins while the one before it ends: what a program makes ready waits for nobody.
+kernel begins while the one before it ends: what a program makes ready waits for nobody. Keys in e4m3, 656 bytes each, become bfloat16 on their way to shared
+memory (`latent_copies`).
 """
 
 from dataclasses import dataclass
@@ -30,33 +31,25 @@ from onchip.core.device import Device
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.gluon_shares import fetch
 from onchip.kernels.attention.hopper_tiles import base_of, programs_of
-from onchip.kernels.attention.latent_merge import merge, pairs_of, parts_of, share_of
+from onchip.kernels.attention.latent_copies import EVEN, LEFT_GONE, ODD, PIECE, RIGHT_GONE, ROPE_GONE, copy, next_work
+from onchip.kernels.attention.latent_merge import merge, parts_of
 from onchip.kernels.attention.tile import LN2, LOG2E, for_tma
 from onchip.kernels.hopper import (
     arrive_and_wait,
     describe,
     fence_async_shared,
-    forget,
     gl,
     gluon,
-    hear,
     mbarrier,
     message,
     release,
     scale_rows,
-    start_next,
-    tell,
-    tma_load,
-    wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 BLOCK = gl.constexpr(64)  # keys of a block, and rows of a tile
 PAIR = gl.constexpr(128)
-PIECE = gl.constexpr(128)  # columns of a key that come, and are waited for, together (128 x 4k: 272 us with 256, 262 with 128, 285 with 64)
-# Pieces of a block in the order in which they come: four of columns, and the rope columns. Of an odd block the right warpgroup lets its half go first.
-EVEN, ODD = gl.constexpr((0, 1, 2, 3, 4)), gl.constexpr((2, 3, 0, 1, 4))
 FIRST, OTHERS = gl.constexpr((0,)), gl.constexpr((1, 2, 3, 4))
 HALF = gl.constexpr(256)  # columns of the output of a warpgroup
 ROPE = gl.constexpr(64)  # columns of a key that are not its value's
@@ -70,8 +63,7 @@ GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost half precision no digits
 # Hardware barriers. For all of a warpgroup: before it writes weights over keys that its other warps may be reading.
 LEFT_WARPS, RIGHT_WARPS = gl.constexpr(4), gl.constexpr(5)
 TOTALS, TURN, EVEN_READY, ODD_READY = gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9)
-LEFT_GONE, RIGHT_GONE, ROPE_GONE = gl.constexpr(10), gl.constexpr(12), gl.constexpr(14)  # of the even block, and the odd one's behind it
-BOTH, ONE_GROUP, TWO_GROUPS = gl.constexpr(256), gl.constexpr(128 + 32), gl.constexpr(256 + 32)  # threads that meet
+BOTH = gl.constexpr(256)  # threads that meet
 
 
 class Grid(NamedTuple):
@@ -92,124 +84,27 @@ class Shape:
     """What the device code is compiled for."""
 
     causal: bool  # whether there are several queries, each of which sees one key more than the one before
-    page: int  # keys a page, a power of two from 8 on
+    page: int  # keys a page, in half precision a power of two from 8 on
+    codes: bool  # whether keys are in e4m3
 
     @property
     def parts(self):
         """Pages that hold a block of keys."""
         return max(1, 64 // self.page)
 
+    @property
+    def fillers(self):
+        """Threads that bring keys."""
+        return 128 if self.codes else 32
 
-# ---- device: who does what
+    @property
+    def one_group(self):
+        """Threads that meet where a part of a block goes that one warpgroup reads."""
+        return 128 + self.fillers
 
-
-@gluon.jit
-def _pairs(lengths_ptr, i, batch):
-    """Pairs of sequences `i`; of those past the last 0."""
-    return gl.where(i < batch, pairs_of(gl.load(lengths_ptr + i, mask=i < batch, other=0)), 0)
-
-
-@gluon.jit
-def _plus(x, y):
-    return x + y
-
-
-@gluon.jit
-def _my_share(lengths_ptr, batch, shares, number):
-    """Of share `number`, of all sequences' pairs end to end: the sequence where it begins, the pairs before that one, and the first and last pair. Of one
-    warp, whose lanes need no barrier."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    i = gl.arange(0, 128, layout=layout)
-    total, most = batch * 0, batch * 0
-    for first in range(0, batch, 128):
-        pairs = _pairs(lengths_ptr, first + i, batch)
-        total += gl.sum(pairs, 0)
-        most = gl.maximum(most, gl.max(pairs, 0))
-    share = share_of(total, most, shares)
-    begin = gl.minimum(number * share, total)
-    first, sequence, before, seen = batch * 0, batch * 0, batch * 0, batch * 0
-    while (first < batch) & (seen <= begin):
-        pairs = _pairs(lengths_ptr, first + i, batch)
-        over = (first + i < batch) & (seen + gl.associative_scan(pairs, 0, _plus) <= begin)
-        sequence += gl.sum(over.to(gl.int32), 0)
-        before += gl.sum(gl.where(over, pairs, 0), 0)
-        seen += gl.sum(pairs, 0)
-        first += 128
-    return sequence, before, begin, gl.minimum(begin + share, total)
-
-
-# ---- device: the copying warp
-
-
-@gluon.jit
-def _pages(table, sequence, n, length, C: gl.constexpr):
-    """The pages of keys from `n` on, one in each lane; -1, where TMA reads 0, for those past the end: the table may say anything there."""
-    entries, stride = table
-    PARTS: gl.constexpr = C.parts
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    at = n + lane * (64 // PARTS)
-    return gl.load(entries + sequence.to(gl.int64) * stride + at // C.page, mask=(lane < PARTS) & (at >= 0) & (at < length), other=-1)
-
-
-@gluon.jit
-def _fill(desc, buffer, full, N: gl.constexpr, pages, slot, column, used, GONE: gl.constexpr, THREADS: gl.constexpr, C: gl.constexpr):
-    """A part of a block of keys, once its readers have let the last one go; `full` from N on are the mbarriers of its pieces."""
-    WIDTH: gl.constexpr = desc.block_type.shape[-1]
-    PIECES: gl.constexpr = buffer.shape[-1] // WIDTH
-    PARTS: gl.constexpr = C.parts
-    ROWS: gl.constexpr = 64 // PARTS
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    if used > 0:
-        arrive_and_wait(used * 0, GONE, THREADS)
-    for piece in gl.static_range(PIECES):
-        mbarrier.expect(full.index(N + piece), PARTS * desc.block_type.nbytes)
-    for part in gl.static_range(PARTS):
-        page = gl.sum(gl.where(lane == part, pages, 0), 0)  # one instruction: redux
-        rows = buffer.index(0).slice(part * ROWS, ROWS, 1)
-        for piece in gl.static_range(PIECES):
-            tma_load(desc, [page, slot, column + piece * WIDTH], full.index(N + piece), rows.slice(piece * WIDTH, WIDTH, 2))
-
-
-@gluon.jit
-def _copy(given, C: gl.constexpr):
-    q_descs, k_descs, queries, q_empty, even, odd, told, lists, table, tiles, first = given
-    lengths_ptr, batch, shares = lists
-    q_left, q_right, q_rope, q_full = queries
-    q_full = q_full.index(0)
-    number, tile = gl.program_id(0) // tiles, first + gl.program_id(0) % tiles
-    turn, used = 0, 0
-    wait_for_last()
-    sequence, before, begin, end = _my_share(lengths_ptr, batch, shares, number)
-    while before < end:
-        length = gl.load(lengths_ptr + sequence)
-        pairs = pairs_of(length)
-        low, high = gl.maximum(begin - before, 0), gl.minimum(end - before, pairs)
-        n = (high - 1) * 128
-        pages, more = _pages(table, sequence, n, length, C), _pages(table, sequence, n + 64, length, C)
-        # Of a result that is to be merged; the next one is the next program's or the next sequence's.
-        slot = gl.where((low == 0) & (high == pairs), -1, number + sequence)
-        tell(told, turn, (sequence, length, low, high, slot))
-        mbarrier.wait(q_empty, turn % 2 ^ 1)
-        mbarrier.expect(q_full, 2 * q_descs[0].block_type.nbytes + q_descs[1].block_type.nbytes)
-        tma_load(q_descs[0], [sequence, tile * 64, 0], q_full, q_left.index(0))
-        tma_load(q_descs[0], [sequence, tile * 64, 256], q_full, q_right.index(0))
-        tma_load(q_descs[1], [sequence, tile * 64, 512], q_full, q_rope.index(0))
-        for _x in range(high - low):
-            at, after = n % C.page, (n + 64) % C.page
-            _fill(k_descs[0], even[0], even[3], 0, pages, at, 0, used, LEFT_GONE, ONE_GROUP, C)
-            _fill(k_descs[0], even[1], even[3], 2, pages, at, 256, used, RIGHT_GONE, ONE_GROUP, C)
-            _fill(k_descs[1], even[2], even[3], 4, pages, at, 512, used, ROPE_GONE, TWO_GROUPS, C)
-            _fill(k_descs[0], odd[1], odd[3], 2, more, after, 256, used, RIGHT_GONE + 1, ONE_GROUP, C)
-            _fill(k_descs[0], odd[0], odd[3], 0, more, after, 0, used, LEFT_GONE + 1, ONE_GROUP, C)
-            _fill(k_descs[1], odd[2], odd[3], 4, more, after, 512, used, ROPE_GONE + 1, TWO_GROUPS, C)
-            used += 1
-            n -= 128
-            pages, more = _pages(table, sequence, n, length, C), _pages(table, sequence, n + 64, length, C)
-        before += pairs
-        sequence += 1
-        turn += 1
-    start_next()  # who merges finds from the lengths what there is to merge
-    tell(told, turn, (gl.to_tensor(-1),))
+    @property
+    def two_groups(self):
+        return 256 + self.fillers
 
 
 # ---- device: both warpgroups
@@ -239,9 +134,9 @@ def _sight(length, tile, heads, len_q, C: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _clear(buffer, n, length):
-    """Values of keys from `n` on with 0 behind the last key: what lies there may be NaN, and 0 times NaN is NaN."""
-    if n + 64 > length:
+def _clear(buffer, n, length, C: gl.constexpr):
+    """Values of keys from `n` on with 0 behind the last key: what lies there may be NaN, and 0 times NaN is NaN. Of codes it is 0."""
+    if not C.codes and n + 64 > length:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         for row in gl.static_range(0, 64, 16):  # all at once want 64 registers
             rows = buffer.slice(row, 16, 0)
@@ -308,21 +203,12 @@ def _finish(acc, total, top, place, tile, outs, sums, sizes, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _hear(told, turn):
-    """Sequence, length, first and last pair, and slot of the next piece of work."""
-    sequence = hear(told, turn, 0, 4)
-    length, low, high, slot = sequence, sequence, sequence, sequence
-    if sequence >= 0:
-        length, low, high, slot = hear(told, turn, 1, 4), hear(told, turn, 2, 4), hear(told, turn, 3, 4), hear(told, turn, 4, 4)
-        forget(told, turn)
-    return sequence, length, low, high, slot
-
-
-@gluon.jit
-def _scores(scores, queries, block, ORDER: gl.constexpr, BEGIN: gl.constexpr, used, zero):
+def _scores(scores, queries, block, ORDER: gl.constexpr, BEGIN: gl.constexpr, used, zero, C: gl.constexpr):
     """The products of some pieces of a block, each as soon as it is there, added to scores; or, the first of them, in their place."""
     for i in gl.static_range(len(ORDER)):
         mbarrier.wait(block[3].index(ORDER[i]), used % 2)
+        if C.codes:
+            fence_async_shared()  # what threads have written: for the other warpgroup too, which hears of it behind another fence
         if ORDER[i] == 4:
             q, k = queries[2].index(zero).reshape([64, 64]), block[2].index(zero).reshape([64, 64])
         else:
@@ -336,12 +222,12 @@ def _scores(scores, queries, block, ORDER: gl.constexpr, BEGIN: gl.constexpr, us
 
 
 @gluon.jit
-def _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, s_layout: gl.constexpr):
+def _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, C: gl.constexpr, s_layout: gl.constexpr):
     """From the even block's scores to the output that lacks the odd block's part, but is scaled as that wants it."""
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     left, _unused, rope = _parts(even, zero)
     weights, top, shrink, more = _weigh(scores, n, sight, top, gain, s_layout)
-    _clear(left, n, length)
+    _clear(left, n, length, C)
     arrive_and_wait(n * 0, LEFT_WARPS, 128)
     rope.store(weights.to(rope.dtype))
     tops[0].store(top)
@@ -351,12 +237,12 @@ def _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd,
     acc = warpgroup_mma(rope, left, acc, is_async=True)
     total += more
     acc = warpgroup_mma_wait(0, deps=[acc])
-    release(n * 0, LEFT_GONE, ONE_GROUP)  # before the other's weights: the next keys' way is what is waited for
-    release(n * 0, ROPE_GONE, TWO_GROUPS)
+    release(n * 0, LEFT_GONE, C.one_group)  # before the other's weights: the next keys' way is what is waited for
+    release(n * 0, ROPE_GONE, C.two_groups)
     arrive_and_wait(n * 0, ODD_READY, BOTH)
     new_top = tops[1].load(row_layout)
     shrink = gl.exp2(top - base_of(new_top))
-    _clear(_parts(odd, zero)[0], n + 64, length)
+    _clear(_parts(odd, zero)[0], n + 64, length, C)
     acc, total = _shrunk(acc, total, shrink)
     return acc, new_top, total
 
@@ -371,7 +257,7 @@ def _left(given, C: gl.constexpr):
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     tile = first + gl.program_id(0) % tiles
     turn, used = 0, 0
-    place = _hear(told, turn)
+    place = next_work(told, turn)
     while place[0] >= 0:
         length, low, high = place[1], place[2], place[3]
         sight = _sight(length, tile, heads, len_q, C, row_layout)
@@ -383,10 +269,10 @@ def _left(given, C: gl.constexpr):
 
         zero = _zero(used)
         mbarrier.wait(q_full.index(0), turn % 2)
-        scores = _scores(zeros, queries, even, EVEN, True, used, zero)
+        scores = _scores(zeros, queries, even, EVEN, True, used, zero, C)
         release(used * 0, TURN, BOTH)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        acc, top, total = _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, s_layout)
+        acc, top, total = _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, C, s_layout)
         used += 1
         for _x in range(1, high - low):
             n -= PAIR
@@ -394,31 +280,31 @@ def _left(given, C: gl.constexpr):
             values, _unused, weights = _parts(odd, zero)
             acc = warpgroup_mma(weights, values, acc, is_async=True)
             zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
-            scores = _scores(zeros, queries, even, FIRST, True, used, zero)
+            scores = _scores(zeros, queries, even, FIRST, True, used, zero, C)
             acc = warpgroup_mma_wait(1, deps=[acc])
-            release(used * 0, LEFT_GONE + 1, ONE_GROUP)
-            release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
-            scores = _scores(scores, queries, even, OTHERS, False, used, zero)
+            release(used * 0, LEFT_GONE + 1, C.one_group)
+            release(used * 0, ROPE_GONE + 1, C.two_groups)
+            scores = _scores(scores, queries, even, OTHERS, False, used, zero, C)
             release(used * 0, TURN, BOTH)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            acc, top, total = _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, s_layout)
+            acc, top, total = _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, C, s_layout)
             used += 1
         mbarrier.arrive(q_empty, count=1)
         values, _unused, weights = _parts(odd, _zero(used))
         acc = warpgroup_mma(weights, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        release(used * 0, LEFT_GONE + 1, ONE_GROUP)
-        release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
+        release(used * 0, LEFT_GONE + 1, C.one_group)
+        release(used * 0, ROPE_GONE + 1, C.two_groups)
         _finish(acc, total, top, place, tile, outs, sums, sizes, 0, row_layout)
         turn += 1
-        place = _hear(told, turn)
+        place = next_work(told, turn)
 
 
 # ---- device: the right warpgroup, of columns 256 to 511
 
 
 @gluon.jit
-def _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, s_layout: gl.constexpr):
+def _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, C: gl.constexpr, s_layout: gl.constexpr):
     """The odd block's scores, and the output that lacks the odd block's part, but is scaled as that wants it."""
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = _zero(used)
@@ -426,23 +312,23 @@ def _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, od
     _unused, values, others = _parts(even, zero)
     arrive_and_wait(used * 0, TURN, BOTH)
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
-    scores = _scores(zeros, queries, odd, ODD, True, used, zero)
+    scores = _scores(zeros, queries, odd, ODD, True, used, zero, C)
     arrive_and_wait(used * 0, EVEN_READY, BOTH)
     new_top = tops[0].load(row_layout)
     acc, total = _shrunk(acc, total, gl.exp2(top - base_of(new_top)))
-    _clear(values, n, length)
+    _clear(values, n, length, C)
     acc = warpgroup_mma(others, values, acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     weights, top, shrink, more = _weigh(scores, n + 64, sight, new_top, gain, s_layout)
-    _clear(right, n + 64, length)
+    _clear(right, n + 64, length, C)
     arrive_and_wait(used * 0, RIGHT_WARPS, 128)
     rope.store(weights.to(rope.dtype))
     tops[1].store(top)
     fence_async_shared()
     release(used * 0, ODD_READY, BOTH)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    release(used * 0, RIGHT_GONE, ONE_GROUP)
-    release(used * 0, ROPE_GONE, TWO_GROUPS)
+    release(used * 0, RIGHT_GONE, C.one_group)
+    release(used * 0, ROPE_GONE, C.two_groups)
     acc, total = _shrunk(acc, total, shrink)
     return acc, top, total + more
 
@@ -457,7 +343,7 @@ def _right(given, C: gl.constexpr):
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     tile = first + gl.program_id(0) % tiles
     turn, used = 0, 0
-    place = _hear(told, turn)
+    place = next_work(told, turn)
     while place[0] >= 0:
         length, low, high = place[1], place[2], place[3]
         sight = _sight(length, tile, heads, len_q, C, row_layout)
@@ -466,26 +352,26 @@ def _right(given, C: gl.constexpr):
         total = gl.sum(gl.zeros([64, BLOCK], gl.float32, s_layout).reshape([64, 8, 8]), 1)
         n = (high - 1) * PAIR
         mbarrier.wait(q_full.index(0), turn % 2)
-        acc, top, total = _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, s_layout)
+        acc, top, total = _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, C, s_layout)
         used += 1
         for _x in range(1, high - low):
             n -= PAIR
             _unused, values, weights = _parts(odd, _zero(used))
             acc = warpgroup_mma(weights, values, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            release(used * 0, RIGHT_GONE + 1, ONE_GROUP)
-            release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
-            acc, top, total = _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, s_layout)
+            release(used * 0, RIGHT_GONE + 1, C.one_group)
+            release(used * 0, ROPE_GONE + 1, C.two_groups)
+            acc, top, total = _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, C, s_layout)
             used += 1
         mbarrier.arrive(q_empty, count=1)
         _unused, values, weights = _parts(odd, _zero(used))
         acc = warpgroup_mma(weights, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        release(used * 0, RIGHT_GONE + 1, ONE_GROUP)
-        release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
+        release(used * 0, RIGHT_GONE + 1, C.one_group)
+        release(used * 0, ROPE_GONE + 1, C.two_groups)
         _finish(acc, total, top, place, tile, outs, sums, sizes, 1, row_layout)
         turn += 1
-        place = _hear(told, turn)
+        place = next_work(told, turn)
 
 
 @gluon.jit
@@ -499,13 +385,13 @@ def _block(desc, rope_desc):
     return left, right, gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 64], rope_desc.layout), full
 
 
-@gluon.jit(do_not_specialize=["batch", "shares", "tiles", "heads", "len_q", "first", "stride", "columns"])
-def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
+@gluon.jit(do_not_specialize=["of_page", "of_slot", "batch", "shares", "tiles", "heads", "len_q", "first", "stride", "columns"])
+def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, words_ptr, of_page, of_slot, lengths_ptr, table_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
             scale, batch, shares, tiles, heads, len_q, first, stride, columns, C: gl.constexpr):  # fmt: skip
     fetch(lengths_ptr, batch, (table_ptr, stride, columns), 4)
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(q_empty, count=2)
-    queries, even, odd = _block(q_desc, q_rope_desc), _block(k_desc, k_rope_desc), _block(k_desc, k_rope_desc)
+    queries, even, odd = _block(q_desc, q_rope_desc), _block(q_desc, q_rope_desc), _block(q_desc, q_rope_desc)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tops = (gl.allocate_shared_memory(gl.float32, [64], plain), gl.allocate_shared_memory(gl.float32, [64], plain))
     sums = (gl.allocate_shared_memory(gl.float32, [64], plain), gl.allocate_shared_memory(gl.float32, [64], plain))
@@ -513,9 +399,10 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
     fence_async_shared()
     outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles, first)
     given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
-    copied = ((q_desc, q_rope_desc), (k_desc, k_rope_desc), queries, q_empty, even, odd, told, (lengths_ptr, batch, shares), (table_ptr, stride), tiles, first)
-    COPIER: gl.constexpr = 40  # registers
-    gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (_copy, (copied, C))], [4, 1], [(504 - COPIER) // 2, COPIER])
+    keys = (words_ptr, (of_page, of_slot)) if C.codes else (k_desc, k_rope_desc)
+    copied = ((q_desc, q_rope_desc), keys, queries, q_empty, even, odd, told, (lengths_ptr, batch, shares), (table_ptr, stride), tiles, first)
+    COPIER: gl.constexpr = 120 if C.codes else 40  # registers
+    gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (copy, (copied, C))], [4, C.fillers // 32], [(504 - COPIER) // 2, COPIER])
 
 
 # ---- host
@@ -532,6 +419,18 @@ def configs(p: Attention, device: Device) -> list[Grid]:
     return [Grid(max(1, min(sms // tiles, most)), tiles, tiles if sms == device.sms else min(tiles, sms))]
 
 
+def _described(k, page: int) -> tuple:
+    """Keys in half precision, as the copy engine takes them."""
+    k, rows = for_tma(k, "hopper_mla").squeeze(2), min(64, page)
+    return describe(k, rows, int(PIECE)), describe(k, rows, 64), None, 0, 0
+
+
+def _words(packed) -> tuple:
+    """Keys in e4m3, as threads read them: words, and in 16 bytes how far pages and slots lie apart."""
+    packed = for_tma(packed, "hopper_mla_codes").squeeze(2)
+    return None, None, packed.view(torch.int32), packed.stride(0) // 16, packed.stride(1) // 16
+
+
 def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     """q `[batch, len_q, heads, 576]` over a PagedKV whose values are the first 512 columns of its keys. Lengths are read on the device. What TMA does
     not take is copied first, pages with a warning."""
@@ -546,13 +445,14 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     q = q.reshape(p.batch, p.len_q * p.heads, 576)
     if q.stride(-1) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16 or 0 in q.stride():
         q = q.clone(memory_format=torch.contiguous_format)
-    k = for_tma(cache.k, "hopper_mla").squeeze(2)
-    shape = Shape(p.len_q > 1 and p.mask.right is not None, p.page)
+    codes = p.op == "latent"
+    keys = _words(cache.k) if codes else _described(cache.k, p.page)
+    shape = Shape(p.len_q > 1 and p.mask.right is not None, p.page, codes)
     parts, sizes = parts_of(q, p.batch, grid.shares, grid.tiles), (p.batch, grid.shares, grid.tiles, p.heads, p.len_q)
-    keys, table = min(64, p.page), cache.page_table
+    table = cache.page_table
     for first in range(0, grid.tiles, grid.at_once):
         _decode[(grid.shares * min(grid.at_once, grid.tiles - first),)](
-            describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, int(PIECE)), describe(k, keys, 64), cache.lengths, table,
+            describe(q, 64, 256), describe(q, 64, 64), *keys, cache.lengths, table,
             out, lse, *parts, scale, *sizes, first, table.stride(0), table.shape[1], C=shape, num_warps=4, launch_pdl=True,
         )  # fmt: skip
     if grid.shares > 1:
