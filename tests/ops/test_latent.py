@@ -77,11 +77,23 @@ def test_gradient_of_queries():
     assert torch.equal(*(torch.autograd.grad(o.float().square().sum(), q)[0] for o in (out, again)))
 
 
+def test_under_autocast():
+    packed, table = quantise_latent(torch.randn(2, 16, 1, 576)), torch.tensor([[1, 0]], dtype=torch.int32)
+    q, lengths = torch.randn(1, 1, 4, 576), torch.tensor([20], dtype=torch.int32)
+    with torch.autocast("cpu", BF16):
+        out = attend_latent(q, packed, table, lengths)
+    assert out.dtype == BF16 and torch.equal(out, attend_latent(q.to(BF16), packed, table, lengths))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="576"):
         quantise_latent(torch.zeros(3, 512))
     with pytest.raises(ValueError, match="uint8"):
         dequantise_latent(torch.zeros(3, 656))
+    for function in (quantise_latent, dequantise_latent):
+        for wrong, words in (([1.0], "is a list; give"), (torch.tensor(1.0), r"is torch.float32 \[\] on cpu; give")):
+            with pytest.raises(ValueError, match=f"^{function.__name__}: .* {words}"):
+                function(wrong)
     with pytest.raises(ValueError, match="pages, page, 1"):
         attend_latent(torch.zeros(1, 1, 2, 576), torch.zeros(4, 16, 656, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1).int())
     q, packed, table = torch.zeros(1, 1, 2, 576), torch.zeros(4, 16, 1, 656, dtype=torch.uint8), torch.tensor([[3, 4]], dtype=torch.int32)

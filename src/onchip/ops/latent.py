@@ -25,8 +25,8 @@ def quantise_latent(
     latent: Tensor,  # [..., 576], floats
 ) -> Tensor:
     """The same in 656 bytes a token, uint8 [..., 656]; a tile of zeros gets the smallest scale there is."""
-    if latent.shape[-1] != WIDTH or not latent.is_floating_point():
-        raise ValueError(f"quantise_latent: latent is {latent.dtype} {list(latent.shape)}; give floats [..., {WIDTH}]")
+    if not isinstance(latent, Tensor) or latent.shape[-1:] != (WIDTH,) or not latent.is_floating_point():
+        raise ValueError(f"quantise_latent: latent is {kind_of(latent)}; give floats [..., {WIDTH}]")
     tiles = latent[..., :VALUES].float().unflatten(-1, (-1, TILE))
     scale = tiles.abs().amax(-1) / LARGEST
     scale = torch.where(scale == 0, SMALLEST, scale)
@@ -36,8 +36,8 @@ def quantise_latent(
 
 def dequantise_latent(packed: Tensor) -> Tensor:
     """uint8 [..., 656] as bfloat16 [..., 576]."""
-    if packed.shape[-1] != BYTES or packed.dtype != torch.uint8:
-        raise ValueError(f"dequantise_latent: packed is {packed.dtype} {list(packed.shape)}; give uint8 [..., {BYTES}], as quantise_latent makes it")
+    if not isinstance(packed, Tensor) or packed.shape[-1:] != (BYTES,) or packed.dtype != torch.uint8:
+        raise ValueError(f"dequantise_latent: packed is {kind_of(packed)}; give uint8 [..., {BYTES}], as quantise_latent makes it")
     return numbers(packed)
 
 
@@ -57,12 +57,14 @@ def attend_latent(
     On an H100 or H200 `hopper_mla_codes` reads the bytes (bfloat16 queries, Full or Causal). Elsewhere, where gradients are wanted and inside torch.compile
     the pages in use are first copied in q's dtype: for 656 bytes read, 1,152 more are written and read again.
 
-    kernel   also one of `paged_attention`'s, which then reads such a copy.
+    kernel   also one of `paged_attention`'s, which then reads such a copy.        Under autocast q is cast.
     """
     if not isinstance(q, Tensor) or q.ndim != 4:
         raise ValueError(f"attend_latent: q is {kind_of(q)}; give [batch, len_q, heads, {WIDTH}]")
     if not isinstance(packed, Tensor) or packed.ndim != 4 or packed.shape[2] != 1:
         raise ValueError(f"attend_latent: packed is {kind_of(packed)}; give uint8 [pages, page, 1, {BYTES}]")
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        q = q.to(torch.get_autocast_dtype(q.device.type))
     cache, page = PagedKV(packed, packed, page_table, lengths), packed.shape[1]
     checks.check_pages("attend_latent", q, cache, q.shape[0])
     checks.check_named("attend_latent", page_table, lengths, page, len(packed))
