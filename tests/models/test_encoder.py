@@ -205,3 +205,15 @@ def test_minilm_equals_transformers():
     found = ours.embed(texts)
     torch.testing.assert_close(found, F.normalize(torch.stack([h.mean(0) for h in hidden_of(model, ids)]), dim=1), atol=1e-6, rtol=1e-5)
     assert found[0] @ found[1] > found[0] @ found[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_on_a_gpu(tmp_path, family, dtype, near, device):
+    """As on a CPU in float32; embeddings have length 1."""
+    save(tmp_path, family)
+    torch.testing.assert_close(
+        Embedder(tmp_path, device=device, dtype=dtype).embed(TEXTS).cpu().float(), Embedder(tmp_path, device=CPU).embed(TEXTS), atol=near, rtol=0
+    )
