@@ -11,7 +11,12 @@ from onchip.ops.diffusion import denoise_step, schedule
 X, W, FAR = torch.ones(2, 3, 8), torch.ones(8), torch.ones(8, device="meta")
 IDS, LEARNT = torch.zeros(2, 3, dtype=torch.int64), torch.ones((), requires_grad=True)
 LOGITS, PAIR = torch.zeros(2, 40), onchip.Pair(torch.zeros(2), torch.zeros(2))
+COUNTS = torch.zeros(2, 40, dtype=torch.int32)
 HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)))
+
+
+def _penalised(output, presence=PAIR[0]):
+    return onchip.adjust_logits(LOGITS, penalties=onchip.Penalties(PAIR[0] + 1, presence, PAIR[0], output))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +75,26 @@ HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.in
         (lambda: onchip.embedding([1], X[0]), "embedding: ids is a list"),
         (lambda: onchip.dropout_add(X, 1.0, onchip.Dropout(0.5)), "dropout_add: residual is a float"),
         (lambda: denoise_step(X, X, schedule(onchip.DDIM(), 5), 0), "denoise_step: step is a int; give a tensor"),
+        (lambda: denoise_step(X, None, schedule(onchip.DDIM(), 5), IDS[0, :1]), "denoise_step: output is a NoneType; give a tensor"),
+        (lambda: onchip.cross_entropy(X, None), "cross_entropy: targets is a NoneType; give a tensor"),
+        (lambda: onchip.rotary(X, None, X[0]), "rotary: k is a NoneType; give a tensor"),
+        (lambda: onchip.rotary(X, X, None), "rotary: table is a NoneType; give a tensor"),
+        (lambda: onchip.rope_append(X[0], X[0], None, (1, 1)), "rope_append: positions is a NoneType; give a tensor"),
+        (lambda: onchip.linear_cross_entropy(X, None, IDS), "linear_cross_entropy: weight is a NoneType; give a tensor"),
+        (lambda: onchip.sequence_log_probs(X, X[0], None), "token_log_probs: targets is a NoneType; give a tensor"),
+        (lambda: onchip.divergence(X, None), "divergence: teacher is a NoneType; give a tensor"),
+        (lambda: onchip.linear_divergence((X, None), (X, X[0])), "linear_divergence: student.weight is a NoneType; give a tensor"),
+        (lambda: onchip.linear_divergence(None, (X, X[0])), r"linear_divergence: student is a NoneType, no head; give Head\(hidden, weight, bias\)"),
+        (lambda: onchip.cpo(PAIR, None), "cpo: log-probabilities 3 is a NoneType; give a tensor"),
+        (lambda: onchip.kto(*PAIR, None, PAIR[0][0]), "kto: desirable is a NoneType; give a tensor"),
+        (lambda: onchip.grpo(*PAIR, None, PAIR[0] > 0), "grpo: advantages is a NoneType; give a tensor"),
+        (lambda: onchip.log_probs(LOGITS, None), "log_probs: tokens is a NoneType; give a tensor"),
+        (lambda: onchip.verify(LOGITS[:, None], onchip.Draft(None), HOW), "verify: draft.tokens is a NoneType; give a tensor"),
+        (lambda: onchip.adjust_logits(LOGITS, bias=onchip.Bias(None, LOGITS)), "adjust_logits: bias.ids is a NoneType; give a tensor"),
+        (lambda: _penalised(COUNTS, None), "adjust_logits: penalties.presence is a NoneType; give a tensor"),
+        (lambda: _penalised([[1]]), r"adjust_logits: penalties.output is a list; give counts int32 \[2, 40\], or TokenIds"),
+        (lambda: _penalised(onchip.TokenIds([[1], [2]])), "adjust_logits: penalties.output's ids is a list; give a tensor"),
+        (lambda: onchip.embedding(IDS, None), "embedding: weight is a NoneType; give a tensor"),
     ],
 )
 def test_what_is_none_is_named(call, words):
@@ -87,6 +112,7 @@ def test_what_is_none_is_named(call, words):
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(class_weights=FAR)), "cross_entropy: terms.class_weights is on meta, logits on cpu"),
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(ignore_index=None)), "cross_entropy: terms.ignore_index is None; give a whole number"),
         (lambda: onchip.group_norm(X, 1.0), r"group_norm: x is \[2, 3, 8\], groups=1.0; give"),
+        (lambda: _penalised(COUNTS.to("meta")), "adjust_logits: penalties.output is on meta, logits on cpu"),
         (lambda: onchip.log_probs(LOGITS, IDS.to("meta")), "log_probs: tokens is on meta, logits on cpu"),
         (lambda: onchip.embedding(IDS.to("meta"), X[0]), "embedding: weight is on cpu, ids on meta"),
         (lambda: denoise_step(X.to("meta"), X.to("meta"), schedule(onchip.DDIM(), 5), IDS[0, :1]), "denoise_step: plan is on cpu, x on meta"),

@@ -13,11 +13,11 @@ def kind_of(tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
 
 
-def check_tensors(name: str, **given: Tensor | None) -> None:
-    """Each is a dense tensor of real numbers where the first one is, or, but for that one, None."""
+def check_tensors(name: str, *, optional: tuple[str, ...] = (), **given: Tensor | None) -> None:
+    """Each is a dense tensor of real numbers where the first one is; None where it is `optional`."""
     leader = None
     for what, t in given.items():
-        if t is None and leader is not None:
+        if t is None and what in optional:
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: {what} is a {type(t).__name__}; give a tensor")

@@ -67,7 +67,7 @@ def activate(
 
 def _check_input(name: str, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """The bias, under autocast in x's dtype."""
-    check_tensors(name, x=x, bias=bias)
+    check_tensors(name, optional=("bias",), x=x, bias=bias)
     if not x.ndim:
         raise ValueError(f"{name}: x is []; give [..., width]")
     if bias is not None and bias.dtype != x.dtype and as_autocast(x, bias):

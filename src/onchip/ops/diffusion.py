@@ -185,7 +185,8 @@ def noise_state(seed: int | None, device: torch.device) -> Tensor:
 def _check(x: Tensor, output: Tensor, plan: Schedule, step: Tensor, guidance: float | None, history: Tensor | None, state: Tensor | None) -> None:
     if not isinstance(plan, Schedule):
         raise TypeError(f"denoise_step: plan is a {type(plan).__name__}; give what schedule(...) makes")
-    check_tensors("denoise_step", x=x, output=output, plan=plan.table, step=step, history=history, state=state)
+    optional = ("history", "state")
+    check_tensors("denoise_step", optional=optional, x=x, output=output, plan=plan.table, step=step, history=history, state=state)
     if guidance is not None:
         check_numbers("denoise_step", guidance=guidance)
     if not x.ndim:

@@ -31,7 +31,7 @@ def group_norm(
     read and written as it lies, anything else is made contiguous first. Differentiable in all tensors.
     Raises ValueError for groups that do not divide the channels and for shapes that disagree.
     """
-    check_tensors("group_norm", x=x, weight=weight, bias=bias)
+    check_tensors("group_norm", optional=("weight", "bias"), x=x, weight=weight, bias=bias)
     check_numbers("group_norm", 0, eps=eps)
     if x.ndim < 2 or not isinstance(groups, Integral) or groups < 1 or x.shape[1] % groups or not x.shape[1]:
         raise ValueError(f"group_norm: x is {list(x.shape)}, groups={groups!r}; give [batch, channels, ...] and a number that divides the channels")

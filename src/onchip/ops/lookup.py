@@ -48,7 +48,7 @@ def dropout_add(
                seed None: drawn from torch's generator of the device.        residual   None: dropout alone.
     x and residual are of one dtype; under autocast both are cast to the wider one, as torch's sum has it.
     """
-    check_tensors("dropout_add", x=x, residual=residual)
+    check_tensors("dropout_add", optional=("residual",), x=x, residual=residual)
     if not isinstance(dropout, Dropout):
         raise TypeError(f"dropout_add: dropout is {dropout!r:.60}; give Dropout(p)")
     philox.check("dropout_add", *dropout)

@@ -50,7 +50,7 @@ def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, k
         raise ValueError(f"{name}: the vocabulary has {width} words; give at least 1")
     smoothing, z_loss, softcap, temperature, weights, ignore, shard = terms
     check_numbers(name, **{f"terms.{term}": value for term, value in zip(LossTerms._fields[:4], terms[:4], strict=True)})
-    check_tensors(name, logits=x, **{"terms.class_weights": weights})
+    check_tensors(name, optional=("terms.class_weights",), logits=x, **{"terms.class_weights": weights})
     check_whole(name, "terms.ignore_index", ignore)
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
