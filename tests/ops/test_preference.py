@@ -170,7 +170,7 @@ def test_bad_arguments():
         (lambda: onchip.dpo(PAIR, REFERENCE, loss="square"), "loss='square' is not one of sigmoid, hinge, ipo"),
         (lambda: onchip.dpo(PAIR, Pair(NLL, NLL[:1])), r"\[2\], \[2\], \[2\], \[1\]; they must be of one shape"),
         (lambda: onchip.dpo(PAIR, REFERENCE, smoothing=2), "smoothing is 2, beta 0.1; give 0 to 1, and more than 0 where the loss is 'ipo'"),
-        (lambda: onchip.dpo(PAIR, REFERENCE, beta=0, loss="ipo"), "smoothing is 0.0, beta 0; give"),
+        (lambda: onchip.dpo(PAIR, REFERENCE, beta=0, loss="ipo"), "smoothing is 0.0, beta 0.0; give"),
         (lambda: onchip.simpo(PAIR, beta=-1.0), "simpo: beta is -1.0; give 0 or more"),
         (lambda: onchip.dpo(PAIR, REFERENCE, loss=["ipo"]), r"loss=\['ipo'\] is not one of"),
         (lambda: onchip.simpo(PAIR, beta=math.inf), "simpo: beta is inf; give 0 or more, but a number"),

@@ -40,6 +40,7 @@ def gated_act(
     if parts is not None:
         check_numbers("gated_act", alpha=parts.alpha)
         check_numbers("gated_act", 0, limit=parts.limit)
+        parts = Clipped(float(parts.alpha), float(parts.limit))
     elif act not in ACTIVATIONS:
         raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)} or a Clipped")
     if layout not in LAYOUTS:

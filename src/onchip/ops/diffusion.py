@@ -117,6 +117,7 @@ def schedule(
     Raises ValueError for numbers that are out of range, and for what does not go together.
     """
     _check_plan(sampler, steps, noise, prediction, spacing)
+    device = None if device is None else _device("schedule", device)
     flow = isinstance(noise, Flow)
     if flow != (prediction == "flow") or (flow and not isinstance(sampler, (Euler, DPM2M))):
         raise ValueError(
@@ -147,7 +148,7 @@ def schedule(
     if exploding and spacing.kind != "leading":
         start = sigmas[0] / alphas[0]
     made = torch.tensor(rows, dtype=torch.float32, device=device), torch.tensor(times, dtype=torch.float32, device=device)
-    return Schedule(made[1], made[0], start, " ".join(words), 0.0 if clip is None else clip)
+    return Schedule(made[1], made[0], start, " ".join(words), 0.0 if clip is None else float(clip))
 
 
 def denoise_step(
@@ -170,6 +171,7 @@ def denoise_step(
     The predicted data is `x` itself where the plan has no use for it, and the next model input the next sample where it needs no scale.
     """
     _check(x, output, plan, step, guidance, history, state)
+    guidance = None if guidance is None else float(guidance)
     if torch.compiler.is_compiling():
         return torch.ops.onchip.denoise_step(x, output, *plan, step, guidance, history, state, kernel)
     y, data, scaled = _step_forward(x, output, plan, step, guidance, history, state, kernel)
@@ -179,7 +181,14 @@ def denoise_step(
 def noise_state(seed: int | None, device: torch.device) -> Tensor:
     """What a plan's noise is drawn from, int64 [2]; seed None: from torch's generator of the device."""
     philox.check("noise_state", 0.0, seed, 0)
-    return philox.draw(torch.device(device), seed, 0)
+    return philox.draw(_device("noise_state", device), seed, 0)
+
+
+def _device(name: str, given) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name}: device is {given!r:.60}; give a torch.device or what it is made of, such as 'cuda'") from error
 
 
 def _check(x: Tensor, output: Tensor, plan: Schedule, step: Tensor, guidance: float | None, history: Tensor | None, state: Tensor | None) -> None:

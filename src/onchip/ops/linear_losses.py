@@ -103,11 +103,10 @@ def token_log_probs(
     terms   softcap, temperature, ignore_index and shard; what only a loss has raises ValueError. Otherwise as `linear_cross_entropy` of "none".
     """
     check_tensors("token_log_probs", optional=("bias",), hidden=hidden, weight=weight, bias=bias, targets=targets)
-    check_terms("token_log_probs", terms)
-    if terms.smoothing or terms.z_loss or terms.class_weights is not None:
-        raise ValueError("token_log_probs: terms has smoothing, z_loss or class_weights, which only a loss has; use linear_cross_entropy")
     hidden, weight, bias = autocast(hidden, weight, bias)
     call = _check("token_log_probs", hidden, weight, bias, targets, terms, True, kernel)
+    if terms.smoothing or terms.z_loss or terms.class_weights is not None:
+        raise ValueError("token_log_probs: terms has smoothing, z_loss or class_weights, which only a loss has; use linear_cross_entropy")
     loss, stats = _tokens(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), None, None, *call)
     return Tokens(-loss.view(targets.shape), stats[ENTROPY].view(targets.shape))
 

@@ -114,7 +114,7 @@ def modulated_norm(
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None, kernel: str) -> Tensor | tuple[Tensor, Tensor]:
     """Without gradients: the shortest way, which every decoder layer goes twice."""
     if type(eps) is not float or type(offset) is not float or not (eps >= 0 and offset == offset):
-        _check_numbers("rms_norm", eps, offset)
+        eps, offset = _numbers("rms_norm", eps, offset)
     if torch.compiler.is_compiling():
         if residual is None:
             return torch.ops.onchip.rms_norm(x, weight, eps, offset, kernel)
@@ -129,9 +129,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Te
     return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
 
 
-def _check_numbers(name: str, eps: float, offset: float) -> None:
+def _numbers(name: str, eps: float, offset: float) -> tuple[float, float]:
+    """As Python's floats: a launcher of Triton's knows no other."""
     check_numbers(name, 0, eps=eps)
     check_numbers(name, offset=offset)
+    return float(eps), float(offset)
 
 
 def _trains(*tensors: Tensor | None) -> bool:
@@ -141,7 +143,9 @@ def _trains(*tensors: Tensor | None) -> bool:
 
 def _call(name: str, x: Tensor, norm: Norm, weight, bias, residual, after, kernel: str):
     check_tensors(name, optional=("weight", "bias"), x=x, weight=weight, bias=bias)
-    _check_numbers(name, norm.eps, norm.offset)
+    if type(norm.eps) is not float or type(norm.offset) is not float or not (norm.eps >= 0 and norm.offset == norm.offset):
+        eps, offset = _numbers(name, norm.eps, norm.offset)
+        norm = norm._replace(eps=eps, offset=offset)
     if not x.ndim or not x.shape[-1]:
         raise ValueError(f"{name}: x is {list(x.shape)}; its last dimension is what is normalised: give [..., width] with a width of 1 or more")
     if isinstance(residual, Tensor):
@@ -198,7 +202,7 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
                 raise TypeError(f"{name}: dropout is {drop!r:.60}; give Dropout(p)")
             philox.check(name, *drop)
         if drop is not None and drop.p:
-            norm = norm._replace(drop=drop.p, state=philox.draw(x.device, drop.seed, drop.offset))
+            norm = norm._replace(drop=float(drop.p), state=philox.draw(x.device, drop.seed, drop.offset))
     if isinstance(after, Modulate):
         check_tensors(name, optional=("scale", "shift"), x=x, scale=after.scale, shift=after.shift)
         if after.scale is None and after.shift is None:

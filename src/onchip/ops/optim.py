@@ -79,7 +79,8 @@ class AdamW(torch.optim.Optimizer):
         for n, (group, lists) in enumerate(batches):
             steps = self.state[lists[0][0]]["step"].add_(1)
             powers = self._on_device(tuple(group["betas"]), steps.device) ** steps
-            hyper = Hyper(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            lr = group["lr"]
+            hyper = Hyper(lr if isinstance(lr, Tensor) else float(lr), *map(float, (*group["betas"], group["eps"], group["weight_decay"])))
             self._select("adamw", lists).launch(lists, self._plans[n], hyper, powers, clip)
         return loss
 

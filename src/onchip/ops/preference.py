@@ -87,6 +87,7 @@ def dpo(policy: Pair, reference: Pair, *, beta: float | Tensor = 0.1, smoothing:
     check_numbers("dpo", smoothing=smoothing)
     if not 0 <= smoothing <= 1 or (loss == "ipo" and not isinstance(beta, Tensor) and not beta):
         raise ValueError(f"dpo: smoothing is {smoothing}, beta {beta}; give 0 to 1, and more than 0 where the loss is 'ipo'")
+    smoothing = float(smoothing)
     margin, of = (policy.chosen - policy.rejected) - (reference.chosen - reference.rejected), DPO_LOSSES[loss]
     return (1 - smoothing) * of(margin, beta) + smoothing * of(-margin, beta) if smoothing else of(margin, beta)
 
@@ -173,7 +174,7 @@ def grpo(
     check_pair("grpo", 0, clip=how.clip)
     check_count("grpo", 0, length=how.length)
     check_numbers("grpo", 0, beta=how.beta)
-    _check("grpo", how.beta, log_prob, old, *([] if reference is None else [reference]))
+    beta = _check("grpo", how.beta, log_prob, old, *([] if reference is None else [reference]))
     check_tensors("grpo", log_prob=log_prob, advantages=advantages, counts=counts)
     advantages = advantages.unsqueeze(-1) if advantages.ndim == log_prob.ndim - 1 else advantages
     one = advantages.shape == (*log_prob.shape[:-1], 1)  # not by `in`, which does not know symbols
@@ -194,9 +195,9 @@ def grpo(
     below, above = how.clip
     lowest, highest = math.log1p(-below) if below < 1 else -math.inf, math.log1p(above)
     loss = -torch.where(advantages < 0, change.clamp(min=lowest), change.clamp(max=highest)).exp() * advantages
-    if how.beta:
+    if beta:
         d = reference.masked_fill(~counts, 0) - log_prob
-        loss = loss + how.beta * (torch.expm1(d) - d)
+        loss = loss + beta * (torch.expm1(d) - d)
     loss = torch.where(counts, loss, 0)
     if how.average == "sequence":
         return (loss.sum(-1, keepdim=True) / tokens).mean()
@@ -228,7 +229,7 @@ def _factor(name: str, like: Tensor, least: float | None, **given: float | Tenso
     ((what, factor),) = given.items()
     if not isinstance(factor, Tensor):
         check_numbers(name, least, **given)
-        return factor
+        return float(factor)  # numpy's would make arrays of tensors
     check_tensors(name, **{"log-probabilities 1": like}, **given)
     if not factor.is_floating_point() or (factor.numel() != 1 and factor.shape != like.shape):
         raise ValueError(f"{name}: {what} is {factor.dtype} {list(factor.shape)}; give a number, or floats [] or {list(like.shape)}")
