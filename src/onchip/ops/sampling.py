@@ -21,7 +21,7 @@ class Sampling(NamedTuple):
     top_p         float32 in (0, 1]; 1: all.            min_p   float32 in [0, 1); 0: all.
     seed, step    int64: the draw is a function of these two and of the row's logits alone.
     typical       float32 in (0, 1]; 1, or None for the whole batch: all.
-    A temperature below 0 or NaN is as 0, one above 0 is 1e-30 or more. Values outside are not looked for, as that would wait for the device.
+    A temperature below 0 or NaN is as 0, one above 0 as 1e-30 to 1e30. Values outside are not looked for, as that would wait for the device.
     """
 
     temperature: Tensor

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.problem import Rows
-from onchip.kernels.fused.vocabulary import entries, gumbel, uniform
+from onchip.kernels.fused.vocabulary import entries, gumbel, uniform, within
 from onchip.kernels.meeting import MOST, hear, phases, tell
 
 BLOCK = 4096
@@ -54,7 +54,7 @@ def _probability(x, temperature, limits_ptr, inside):
     reach, largest = tl.load(limits_ptr + 2, mask=inside, other=0.0), tl.load(limits_ptr + 3, mask=inside, other=0.0)
     mass = tl.load(limits_ptr + 4, mask=inside, other=1.0)
     distance = tl.where(x == middle, 0.0, tl.abs(x - middle))
-    p = tl.div_rn(tl.exp(tl.div_rn(x - largest, temperature + tl.zeros_like(x))), mass + tl.zeros_like(x))
+    p = tl.div_rn(tl.exp(tl.div_rn(x - largest, within(temperature) + tl.zeros_like(x))), mass + tl.zeros_like(x))
     return tl.where((x >= floor) & (distance <= reach), p, 0.0)
 
 
