@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core import philox
-from onchip.core.arguments import check_count, check_numbers, check_tensors
+from onchip.core.arguments import check_count, check_numbers, check_tensors, refuse_gradients
 from onchip.core.parts import is_whole
 from onchip.core.problem import Rows
 from onchip.core.trace import readable
@@ -162,7 +162,7 @@ def denoise_step(
     state: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(next sample, predicted data, next model input), each as x, computed in float32; without gradients.
+    """(next sample, predicted data, next model input), each as x, computed in float32. It has no gradient, and says so.
 
     step       which row of the plan, below plan.steps: a counter on the device, so that a CUDA graph of a step serves all; add 1 to it after each.
     guidance   classifier-free (Ho and Salimans, 2022): `output` holds the outputs without the prompt, then those with it.
@@ -196,6 +196,7 @@ def _check(x: Tensor, output: Tensor, plan: Schedule, step: Tensor, guidance: fl
         raise TypeError(f"denoise_step: plan is a {type(plan).__name__}; give what schedule(...) makes")
     optional = ("history", "state")
     check_tensors("denoise_step", optional=optional, x=x, output=output, plan=plan.table, step=step, history=history, state=state)
+    refuse_gradients("denoise_step", "give tensors that require none, such as output.detach()", x, output, plan.table, history)
     if guidance is not None:
         check_numbers("denoise_step", guidance=guidance)
     if not x.ndim:
