@@ -167,7 +167,7 @@ def grpo(
 
     A ratio is clipped before it is computed, so that one that no float holds costs nothing where it is cut off; where it counts (A below 0), it is inf.
     how      GRPO, or one of its relatives BNPO, DAPO, DR_GRPO, GSPO, or a Policy of your own.
-    counts   the tokens that the model wrote; what other places hold is not looked at.
+    counts   the tokens that the model wrote; what other places hold is not looked at. Of no answers, and of no tokens, the loss is 0.
     """
     if not isinstance(how, Policy):
         raise TypeError(f"grpo: how is a {type(how).__name__}; give GRPO, or a Policy")
@@ -200,8 +200,9 @@ def grpo(
         loss = loss + beta * (torch.expm1(d) - d)
     loss = torch.where(counts, loss, 0)
     if how.average == "sequence":
-        return (loss.sum(-1, keepdim=True) / tokens).mean()
-    return loss.sum() / (counts.sum().clamp(min=1) if how.average == "tokens" else len(loss) * (how.length or loss.shape[-1]))
+        each = loss.sum(-1, keepdim=True) / tokens
+        return each.sum() / max(each.numel(), 1)
+    return loss.sum() / (counts.sum().clamp(min=1) if how.average == "tokens" else max(len(loss) * (how.length or loss.shape[-1]), 1))
 
 
 def _pair(name: str, given: Pair) -> Pair:
