@@ -54,7 +54,7 @@ def _probability(x, temperature, limits_ptr, inside):
     reach, largest = tl.load(limits_ptr + 2, mask=inside, other=0.0), tl.load(limits_ptr + 3, mask=inside, other=0.0)
     mass = tl.load(limits_ptr + 4, mask=inside, other=1.0)
     distance = tl.where(x == middle, 0.0, tl.abs(x - middle))
-    p = tl.div_rn(tl.exp(tl.div_rn(x - largest, within(temperature) + tl.zeros_like(x))), mass + tl.zeros_like(x))
+    p = tl.div_rn(tl.exp(tl.div_rn(x - largest, temperature + tl.zeros_like(x))), mass + tl.zeros_like(x))
     return tl.where((x >= floor) & (distance <= reach), p, 0.0)
 
 
@@ -71,8 +71,9 @@ def _verify_chain(
     real = (tokens >= 0) & (tokens < vocab)
     drawn = tl.load(drawn_ptr + row * (num + 1) + place, mask=inside, other=-1)
     temperature, seed, step = tl.load(temperature_ptr + row), tl.load(seed_ptr + row), tl.load(step_ptr + row)
+    hot, temperature = temperature > 0, within(temperature)
     taken = tokens == drawn
-    if temperature > 0:
+    if hot:
         x = tl.load(logits_ptr + row * row_stride + place.to(tl.int64) * place_stride + tokens, mask=real, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
         limit_ptr = limits_ptr + (row * (num + 1) + place) * 5
@@ -84,7 +85,7 @@ def _verify_chain(
     taken = taken & real
     count = tl.min(tl.where(taken, num, place))
     token = tl.load(drawn_ptr + row * (num + 1) + count)
-    if (temperature > 0) & (count < num):
+    if hot & (count < num):
         row_ptr = logits_ptr + row * row_stride + count.to(tl.int64) * place_stride
         limit_ptr = limits_ptr + (row * (num + 1) + count) * 5
         q_row = q_ptr + (row * num + count) * vocab
