@@ -1,17 +1,25 @@
 """What is no tensor, lies elsewhere or is no number is named, whatever row operator gets it."""
 
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 import onchip
-from onchip.ops.diffusion import denoise_step, schedule
+from onchip import dispatch
+from onchip.ops.diffusion import DDPM, denoise_step, noise_state, schedule
 
 X, W, FAR = torch.ones(2, 3, 8), torch.ones(8), torch.ones(8, device="meta")
 IDS, LEARNT = torch.zeros(2, 3, dtype=torch.int64), torch.ones((), requires_grad=True)
 LOGITS, PAIR = torch.zeros(2, 40), onchip.Pair(torch.zeros(2), torch.zeros(2))
+COUNTS = torch.zeros(2, 40, dtype=torch.int32)
 HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)))
+
+
+def _penalised(output, presence=PAIR[0]):
+    return onchip.adjust_logits(LOGITS, penalties=onchip.Penalties(PAIR[0] + 1, presence, PAIR[0], output))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +78,28 @@ HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.in
         (lambda: onchip.embedding([1], X[0]), "embedding: ids is a list"),
         (lambda: onchip.dropout_add(X, 1.0, onchip.Dropout(0.5)), "dropout_add: residual is a float"),
         (lambda: denoise_step(X, X, schedule(onchip.DDIM(), 5), 0), "denoise_step: step is a int; give a tensor"),
+        (lambda: denoise_step(X, None, schedule(onchip.DDIM(), 5), IDS[0, :1]), "denoise_step: output is a NoneType; give a tensor"),
+        (lambda: onchip.cross_entropy(X, None), "cross_entropy: targets is a NoneType; give a tensor"),
+        (lambda: onchip.rotary(X, None, X[0]), "rotary: k is a NoneType; give a tensor"),
+        (lambda: onchip.rotary(X, X, None), "rotary: table is a NoneType; give a tensor"),
+        (lambda: onchip.rope_append(X[0], X[0], None, (1, 1)), "rope_append: positions is a NoneType; give a tensor"),
+        (lambda: onchip.linear_cross_entropy(X, None, IDS), "linear_cross_entropy: weight is a NoneType; give a tensor"),
+        (lambda: onchip.sequence_log_probs(X, X[0], None), "token_log_probs: targets is a NoneType; give a tensor"),
+        (lambda: onchip.divergence(X, None), "divergence: teacher is a NoneType; give a tensor"),
+        (lambda: onchip.linear_divergence((X, None), (X, X[0])), "linear_divergence: student.weight is a NoneType; give a tensor"),
+        (lambda: onchip.linear_divergence(None, (X, X[0])), r"linear_divergence: student is a NoneType, no head; give Head\(hidden, weight, bias\)"),
+        (lambda: onchip.cpo(PAIR, None), "cpo: log-probabilities 3 is a NoneType; give a tensor"),
+        (lambda: onchip.kto(*PAIR, None, PAIR[0][0]), "kto: desirable is a NoneType; give a tensor"),
+        (lambda: onchip.grpo(*PAIR, None, PAIR[0] > 0), "grpo: advantages is a NoneType; give a tensor"),
+        (lambda: onchip.log_probs(LOGITS, None), "log_probs: tokens is a NoneType; give a tensor"),
+        (lambda: onchip.verify(LOGITS[:, None], onchip.Draft(None), HOW), "verify: draft.tokens is a NoneType; give a tensor"),
+        (lambda: onchip.adjust_logits(LOGITS, bias=onchip.Bias(None, LOGITS)), "adjust_logits: bias.ids is a NoneType; give a tensor"),
+        (lambda: _penalised(COUNTS, None), "adjust_logits: penalties.presence is a NoneType; give a tensor"),
+        (lambda: _penalised([[1]]), r"adjust_logits: penalties.output is a list; give counts int32 \[2, 40\], or TokenIds"),
+        (lambda: _penalised(onchip.TokenIds([[1], [2]])), "adjust_logits: penalties.output's ids is a list; give a tensor"),
+        (lambda: onchip.embedding(IDS, None), "embedding: weight is a NoneType; give a tensor"),
+        (lambda: onchip.simpo(PAIR, margin=True), "simpo: margin is True; give a number"),
+        (lambda: onchip.token_log_probs(X, X[0], IDS, onchip.LossTerms(smoothing=W)), "token_log_probs: terms.smoothing is tensor"),
     ],
 )
 def test_what_is_none_is_named(call, words):
@@ -87,6 +117,11 @@ def test_what_is_none_is_named(call, words):
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(class_weights=FAR)), "cross_entropy: terms.class_weights is on meta, logits on cpu"),
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(ignore_index=None)), "cross_entropy: terms.ignore_index is None; give a whole number"),
         (lambda: onchip.group_norm(X, 1.0), r"group_norm: x is \[2, 3, 8\], groups=1.0; give"),
+        (lambda: onchip.group_norm(X, True), r"group_norm: x is \[2, 3, 8\], groups=True; give"),
+        (lambda: onchip.embedding(IDS, X[0], padding_idx=True), r"embedding: padding_idx=True is no row of weight \[3, 8\]; give 0 to 2"),
+        (lambda: noise_state(3, None), "noise_state: device is None; give a torch.device"),
+        (lambda: schedule(onchip.DDIM(), 5, device="wrong"), "schedule: device is 'wrong'; give a torch.device"),
+        (lambda: _penalised(COUNTS.to("meta")), "adjust_logits: penalties.output is on meta, logits on cpu"),
         (lambda: onchip.log_probs(LOGITS, IDS.to("meta")), "log_probs: tokens is on meta, logits on cpu"),
         (lambda: onchip.embedding(IDS.to("meta"), X[0]), "embedding: weight is on cpu, ids on meta"),
         (lambda: denoise_step(X.to("meta"), X.to("meta"), schedule(onchip.DDIM(), 5), IDS[0, :1]), "denoise_step: plan is on cpu, x on meta"),
@@ -116,8 +151,52 @@ def test_a_number_is_no_row(call):
         (lambda: onchip.log_probs(LOGITS, IDS[:, 0], "3"), "log_probs: top='3' of a vocabulary of 40; give 0 to 20"),
         (lambda: onchip.divergence(X, X, temperature=1e-40), "divergence: temperature is 1e-40; give 1e-30 to 1e30"),
         (lambda: onchip.divergence(X, X, temperature=math.inf), "divergence: temperature is inf; give 1e-30 to 1e30"),
+        (lambda: onchip.rms_norm(X, W, eps=10**5000), "rms_norm: eps is a int past 1.8e308, which no float holds; give a number below"),
+        (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(z_loss=10**400)), "cross_entropy: terms.z_loss is a int past 1.8e308"),
+        (lambda: onchip.dpo(PAIR, PAIR, beta=10**400), "dpo: beta is a int past 1.8e308"),
     ],
 )
 def test_what_is_out_of_range_is_named(call, words):
     with pytest.raises(ValueError, match=f"^{words}"):
         call()
+
+
+HALF, TWO, ROWS = np.float32(0.5), np.int64(2), torch.ones(3, 8, requires_grad=True)
+
+
+def _adamw(lr, betas):
+    param = torch.nn.Parameter(W.clone())
+    param.grad = W.clone()
+    onchip.AdamW([param], lr, betas=betas, eps=lr, weight_decay=lr).step()
+    return param.detach()
+
+
+NUMPYS = {  # of each call numbers as numpy has them
+    "rms_norm": (partial(onchip.rms_norm, X, W), {"eps": HALF, "offset": HALF}),
+    "layer_norm": (partial(onchip.layer_norm, X, W), {"eps": HALF, "offset": HALF}),
+    "group_norm": (lambda groups, eps: onchip.group_norm(X.transpose(0, 2), groups, eps=eps), {"groups": np.int64(3), "eps": HALF}),
+    "embedding": (lambda padding_idx: torch.autograd.grad(onchip.embedding(IDS + 2, ROWS, padding_idx=padding_idx).sum(), ROWS)[0], {"padding_idx": TWO}),
+    "cross_entropy": (lambda i, z: onchip.cross_entropy(X[0], torch.arange(3), onchip.LossTerms(ignore_index=i, z_loss=z)), {"i": TWO, "z": HALF}),
+    "dropout_add": (lambda p, seed: onchip.dropout_add(X, X, onchip.Dropout(p, seed)), {"p": np.float16(0.5), "seed": TWO}),
+    "dropout of a norm": (lambda p: onchip.rms_norm(X, W, residual=onchip.Residual(X, dropout=onchip.Dropout(p, 1)))[0], {"p": np.float16(0.5)}),
+    "gated_act": (lambda alpha, limit: onchip.gated_act(X, onchip.Clipped(alpha, limit)), {"alpha": HALF, "limit": HALF}),
+    "skinny_linear": (lambda eps, limit: onchip.skinny_linear(X[0], X[0, :2], norm=onchip.RowNorm(W, eps), act=onchip.Clipped(limit=limit)),
+                      {"eps": HALF, "limit": HALF}),
+    "dpo": (lambda beta, smoothing: onchip.dpo(PAIR, onchip.Pair(ROWS[0, :2], PAIR[1]), beta=beta, smoothing=smoothing), {"beta": HALF, "smoothing": HALF}),
+    "denoise_step": (lambda guidance, clip: denoise_step(X, X.repeat(2, 1, 1), schedule(DDPM(clip), 5), IDS[0, :1], guidance=guidance,
+                                                         state=noise_state(1, "cpu"))[0], {"guidance": HALF, "clip": HALF}),
+    "AdamW": (_adamw, {"lr": HALF, "betas": (HALF, HALF)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMPYS)
+def test_numbers_of_numpys_are_pythons(name, monkeypatch):
+    """A launcher of Triton's knows Python's alone."""
+    call, numbers = NUMPYS[name]
+    launched, launch = [], dispatch.Decision.__dict__["launch"].func
+    monkeypatch.setattr(dispatch.Decision, "launch", property(lambda self: lambda *args: [launched.extend(args), launch(self)(*args)][1]))
+    out = call(**numbers)
+    flat = [n for arg in launched for n in (arg if isinstance(arg, tuple) else (arg,))]
+    assert (launched or name == "dpo") and not [n for n in flat if isinstance(n, np.generic)]
+    plain = {what: tuple(map(float, n)) if isinstance(n, tuple) else n.item() for what, n in numbers.items()}
+    torch.testing.assert_close(out, call(**plain), rtol=0, atol=0)

@@ -90,6 +90,35 @@ def test_axes_that_do_not_fit():
             rope_rows(table, positions, axes)
 
 
+def test_positions_that_are_none():
+    table, positions, axes = rope_table(16, 8, 1e4), torch.zeros(2, 3, dtype=torch.int64), [0, 0, 1, 1]
+    rows = "give 0 to 15, rows of the table, or a longer rope_table"
+    for given, wrong, words in (
+        ((table, positions - 1, axes), ValueError, f"positions are -1 to -1; {rows}"),
+        ((table, positions + 100, axes), ValueError, f"positions are 100 to 100; {rows}"),
+        ((table, positions.float(), axes), ValueError, r"positions are torch.float32 \[2, 3\]; give int64 \[axes, tokens\]"),
+        ((table, positions[0], axes), ValueError, r"positions are torch.int64 \[3\]; give int64 \[axes, tokens\]"),
+        ((table, positions[None], axes), ValueError, r"positions are torch.int64 \[1, 2, 3\]"),
+        ((table, [[0], [1]], axes), TypeError, "positions is a list; give a tensor"),
+        ((table[0], positions, axes), ValueError, r"table is torch.float32 \[8\]; give floats"),
+        ((table, positions, [0, 0, 1, 0.5]), ValueError, "4 axes .* for 4 frequencies and 2 positions a token"),
+    ):
+        with pytest.raises(wrong, match=f"^rope_rows: {words}"):
+            rope_rows(*given)
+    assert torch.equal(rope_rows(table, positions.int() + 15, axes), table[15].expand(3, -1))
+
+
+@pytest.mark.parametrize("scaling", [{}, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, {"rope_freqs": [1.0] * 16},
+                                     {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 8, **LISTS}])  # fmt: skip
+def test_a_default_device_of_the_users(scaling):
+    positions, axes = torch.zeros(2, 3, dtype=torch.int64), [0, 1] * 8
+    with torch.device("meta"):
+        table = rope_table(16, 32, 1e4, scaling, "cpu")
+        rows = rope_rows(table, positions, axes)
+        assert rope_table(16, 32, 1e4, scaling).is_meta
+    assert torch.equal(table, rope_table(16, 32, 1e4, scaling)) and torch.equal(rows, rope_rows(table, positions, axes))
+
+
 def test_what_a_scaling_lacks_is_named():
     for words, dim, theta, scaling in (
         (r"rope_type 'ntk' is not one of default, linear, dynamic, llama3, yarn, longrope, proportional", 8, 1e4, {"rope_type": "ntk"}),

@@ -97,6 +97,24 @@ def test_gradcheck():
     torch.testing.assert_close(reduced, grads_of(textbook(leaves, targets, TERMS), leaves), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_gradients_of_two_heads_as_differences(beta):
+    """By hand: gradcheck asks twice for gradients that go backward once."""
+    leaves, targets = inputs(FP64)
+    leaves = [t.detach().mul(0.3).requires_grad_() for t in leaves]
+    teacher, counts = Head(*(t.detach().cos() for t in leaves)), targets >= 0
+    along = [1e-6 * torch.randn_like(t) for t in leaves]
+
+    def of(*head):
+        return linear_divergence(Head(*head), teacher, beta=beta, temperature=0.7, counts=counts)
+
+    grads = torch.autograd.grad(of(*leaves), leaves)
+    for part in range(3):
+        some = [d if n == part else 0 * d for n, d in enumerate(along)]
+        ahead, behind = (of(*(t.detach() + sign * d for t, d in zip(leaves, some, strict=True))) for sign in (1, -1))
+        torch.testing.assert_close((grads[part] * some[part]).sum(), (ahead - behind) / 2, rtol=1e-5, atol=1e-15)
+
+
 def test_logits_are_never_all_there(monkeypatch):
     """What is in memory at a time is a chunk; gradients that nobody asked for are not computed."""
     leaves, targets = inputs(BF16)

@@ -151,6 +151,35 @@ def test_an_old_policy_that_is_the_policy():
     torch.testing.assert_close(d, -advantages[:, None].expand(3, 5) / 15)
 
 
+@pytest.mark.parametrize("how", [GRPO, BNPO, DAPO, DR_GRPO, GSPO], ids=["grpo", "bnpo", "dapo", "dr_grpo", "gspo"])
+def test_no_answers_cost_nothing(how):
+    """A rank without any still has its gradients: of nothing, or of none."""
+    for shape in ((0, 4), (0, 0), (2, 0)):
+        leaf = torch.zeros(shape, requires_grad=True)
+        loss = onchip.grpo(leaf, leaf.detach(), torch.zeros(shape[0]), torch.zeros(shape, dtype=torch.bool), how)
+        loss.backward()
+        assert loss == 0 and leaf.grad.shape == shape
+
+
+GRADED = {  # of log-probabilities [4, 3], of others that are fixed, and of a factor []
+    **{loss: lambda x, old, beta, loss=loss: onchip.dpo(Pair(*x[:2]), Pair(*old[:2]), beta=beta, loss=loss) for loss in ("sigmoid", "ipo")},
+    "cdpo": lambda x, old, beta: onchip.dpo(Pair(*x[:2]), Pair(*old[:2]), beta=beta, smoothing=0.2),
+    "simpo": lambda x, old, beta: onchip.simpo(Pair(*x[:2]), beta=beta, margin=beta),
+    "cpo": lambda x, old, beta: onchip.cpo(Pair(*x[:2]), -x[2], weight=beta),
+    "orpo": lambda x, old, beta: onchip.orpo(Pair(*x[:2]), -x[2], beta=beta),
+    "kto": lambda x, old, beta: onchip.kto(x[0], old[0], old[0] < -1, old[0, 0], beta=beta, weights=(beta, 2.0)),
+    **{name: lambda x, old, beta, how=how: beta * onchip.grpo(x, old, old[:, 0], old < -0.2, how._replace(beta=0.1), reference=old - 0.3)
+       for name, how in (("grpo", GRPO), ("dapo", DAPO), ("dr_grpo", DR_GRPO), ("gspo", GSPO))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_gradcheck(name):
+    old = -2 * torch.rand(4, 3, dtype=torch.float64) - 0.1
+    x = (old + 0.05 * torch.randn(4, 3, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(GRADED[name], (x, old, torch.tensor(0.7, dtype=torch.float64, requires_grad=True)))
+
+
 def test_through_the_head():
     """From hidden states to the loss, as through logits."""
     hidden, weight, targets = torch.randn(4, 6, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True), torch.randint(30, (4, 6))
@@ -170,7 +199,7 @@ def test_bad_arguments():
         (lambda: onchip.dpo(PAIR, REFERENCE, loss="square"), "loss='square' is not one of sigmoid, hinge, ipo"),
         (lambda: onchip.dpo(PAIR, Pair(NLL, NLL[:1])), r"\[2\], \[2\], \[2\], \[1\]; they must be of one shape"),
         (lambda: onchip.dpo(PAIR, REFERENCE, smoothing=2), "smoothing is 2, beta 0.1; give 0 to 1, and more than 0 where the loss is 'ipo'"),
-        (lambda: onchip.dpo(PAIR, REFERENCE, beta=0, loss="ipo"), "smoothing is 0.0, beta 0; give"),
+        (lambda: onchip.dpo(PAIR, REFERENCE, beta=0, loss="ipo"), "smoothing is 0.0, beta 0.0; give"),
         (lambda: onchip.simpo(PAIR, beta=-1.0), "simpo: beta is -1.0; give 0 or more"),
         (lambda: onchip.dpo(PAIR, REFERENCE, loss=["ipo"]), r"loss=\['ipo'\] is not one of"),
         (lambda: onchip.simpo(PAIR, beta=math.inf), "simpo: beta is inf; give 0 or more, but a number"),

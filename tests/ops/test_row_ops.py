@@ -16,6 +16,7 @@ from onchip.ops.diffusion import DPM2M, denoise_step, schedule
 
 T, W = 6, 16
 TABLE = torch.linspace(-1, 1, 10 * 8).view(10, 8)
+PLAN = schedule(onchip.DDIM(), 5)
 CALLS = {
     "activate": (lambda x, w: onchip.activate(x, "mish", bias=w), (T, W), (W,)),
     "gated_act": (lambda x, w: onchip.gated_act(x, onchip.Clipped(limit=0.5), bias=w, layout="interleaved"), (2, T, W), (W,)),
@@ -173,13 +174,17 @@ def test_a_tangent_is_refused_before_logits_are_written_over():
 
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [("rope_append", False), ("rope_append", True), *((name, False) for name in ("log_probs", "adjust_logits", "skinny_linear", "add_low_rank"))],
+    [
+        *((name, compiled) for name in ("rope_append", "denoise_step") for compiled in (False, True)),
+        *((name, False) for name in ("log_probs", "adjust_logits", "skinny_linear", "add_low_rank")),
+    ],
 )
 def test_what_has_no_gradient_says_so(name, compiled):
     """It would be lost in silence: a rotation in place is not in autograd's graph."""
     low = onchip.LowRank(torch.ones(1, 2, 4 * W), torch.ones(1, 4 * W, 2), torch.tensor([4 * W], dtype=torch.int32), (4 * W,))
     calls = {
         "rope_append": lambda x: onchip.rope_append(x * 1, TABLE, torch.arange(T), (2, 1))[0],
+        "denoise_step": lambda x: denoise_step(x * 1, x.sin(), PLAN, torch.ones(1, dtype=torch.int64))[0],
         "log_probs": lambda x: onchip.log_probs(x, torch.zeros(T, dtype=torch.int64)).chosen,
         "adjust_logits": lambda x: onchip.adjust_logits(x),
         "skinny_linear": lambda x: onchip.skinny_linear(x, torch.ones(3, 4 * W)),

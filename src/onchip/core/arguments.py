@@ -1,6 +1,6 @@
 """Arguments of operators as they come: tensors that are tensors, all in one place, numbers that are numbers, and no gradient that would be lost."""
 
-from numbers import Real
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ def kind_of(tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
 
 
-def check_tensors(name: str, **given: Tensor | None) -> None:
-    """Each is a dense tensor of real numbers where the first one is, or, but for that one, None."""
+def check_tensors(name: str, *, optional: tuple[str, ...] = (), **given: Tensor | None) -> None:
+    """Each is a dense tensor of real numbers where the first one is; None where it is `optional`."""
     leader = None
     for what, t in given.items():
-        if t is None and leader is not None:
+        if t is None and what in optional:
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: {what} is a {type(t).__name__}; give a tensor")
@@ -33,10 +33,20 @@ def check_tensors(name: str, **given: Tensor | None) -> None:
 def check_numbers(name: str, least: float | None = None, **given: float) -> None:
     """A tensor is none: its gradient would be lost, and to read it is to wait for the device. Nor is NaN, nor a number below `least`."""
     for what, number in given.items():
-        if not isinstance(number, Real):
-            raise TypeError(f"{name}: {what} is {number!r:.60}; give a number")
+        if type(number) is not float:
+            _check_real(name, what, number)
         if number != number or (least is not None and number < least):
             raise ValueError(f"{name}: {what} is {number}; give {'a number' if least is None else f'{least:g} or more'}")
+
+
+def _check_real(name: str, what: str, number) -> None:
+    """True is no number that somebody meant."""
+    if not isinstance(number, Real) or isinstance(number, bool):
+        raise TypeError(f"{name}: {what} is {number!r:.60}; give a number")
+    try:
+        float(number)
+    except OverflowError:  # its digits may be more than Python prints
+        raise ValueError(f"{name}: {what} is a {type(number).__name__} past 1.8e308, which no float holds; give a number below") from None
 
 
 COLD, HOT = 1e-30, 1e30  # what logits may be divided by: float32 has no 1 / 1e-40, and no 1e39
@@ -62,6 +72,11 @@ def check_count(name: str, least: int, **given: int) -> None:
     for what, number in given.items():
         if not is_whole(number) or number < least:
             raise ValueError(f"{name}: {what} is {number!r:.60}; give a whole number, {least} or more")
+
+
+def as_int(number: Integral) -> int:
+    """Python's own: a launcher of Triton's knows no other; a symbol of a compiled graph stays one."""
+    return number if type(number) is int else int(number)
 
 
 def truth(name: str, what: str, given) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_tensors
+from onchip.core.once import ends
 from onchip.models.gguf import ModelError
 from onchip.models.kinds import NUMBERS, POSITIVE, SHARE, SWITCH, TEXT, UNSIGNED, Kind, check_keys, is_number, is_whole
 
@@ -65,7 +67,7 @@ def rope_table(
         raise ValueError(f"rope_table: rope_type {kind!r} without {', '.join(missing)}; give it in `scaling`")
     if kind == "dynamic":
         theta = _dynamic(positions, dim, theta, scaling)
-    frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     factor = 1.0
     if kind == "linear":
         frequencies = frequencies / scaling["factor"]
@@ -79,9 +81,9 @@ def rope_table(
         frequencies[int(scaling.get("partial_rotary_factor", 1.0) * dim // 2) :] = 0.0
         frequencies = frequencies / scaling.get("factor", 1.0)
     if scaling.get("rope_freqs"):
-        frequencies = frequencies / torch.tensor(scaling["rope_freqs"], dtype=torch.float32)
-    angles = torch.outer(torch.arange(rows or positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), 1).mul_(factor).to(device)
+        frequencies = frequencies / torch.tensor(scaling["rope_freqs"], dtype=torch.float32, device="cpu")
+    angles = torch.outer(torch.arange(rows or positions, dtype=torch.float32, device="cpu"), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), 1).mul_(factor).to(torch.get_default_device() if device is None else device)
 
 
 def rope_rows(table: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:
@@ -91,14 +93,23 @@ def rope_rows(table: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:
     (16, 24, 24) are axes of 16 zeros, 24 ones and 24 twos; a picture's rows and columns two halves of 0 and 1 (with the same frequencies: a table
     that has each twice); Qwen3-VL's alternate.
 
-    table   `rope_table(...)` [positions, dim].        positions   int64 [axes, tokens].        axes   dim / 2 numbers.
+    table   `rope_table(...)` [positions, dim].        positions   int64 or int32 [axes, tokens].        axes   dim / 2 numbers.
+    Positions that are no row of the table are refused on a CPU; on a GPU, where to look would be to wait, torch ends in an assertion.
     """
+    check_tensors("rope_rows", table=table)
+    check_tensors("rope_rows", positions=positions)
+    if table.ndim != 2 or table.shape[1] % 2 or not table.is_floating_point():
+        raise ValueError(f"rope_rows: table is {table.dtype} {list(table.shape)}; give floats [positions, dim], as rope_table makes them")
+    if positions.ndim != 2 or positions.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"rope_rows: positions are {positions.dtype} {list(positions.shape)}; give int64 [axes, tokens], for one axis [1, tokens]")
+    if (found := ends(positions)) is not None and not 0 <= found[0] <= found[1] < len(table):
+        raise ValueError(f"rope_rows: positions are {found[0]} to {found[1]}; give 0 to {len(table) - 1}, rows of the table, or a longer rope_table")
     half = table.shape[1] // 2
-    if len(axes) != half or not all(0 <= axis < len(positions) for axis in axes):
+    if len(axes) != half or not all(is_whole(axis, 0, len(positions) - 1) for axis in axes):
         raise ValueError(
             f"rope_rows: {len(axes)} axes {tuple(axes)} for {half} frequencies and {len(positions)} positions a token; give one for each frequency"
         )
-    chosen = torch.tensor(axes)
+    chosen = torch.tensor(axes, device="cpu")
     if positions.is_cuda:  # without a wait
         chosen = chosen.pin_memory().to(positions.device, non_blocking=True)
     at, column = positions[chosen].T, torch.arange(half, device=table.device)  # [tokens, half], [half]
@@ -123,7 +134,7 @@ def _longrope(frequencies: Tensor, positions: int, s: Mapping[str, Any]) -> tupl
     if len(s[which]) != len(frequencies):
         raise ValueError(f"rope_table: rope_type 'longrope': {which} has {len(s[which])} numbers for {len(frequencies)} frequencies; give one for each")
     scale = s.get("attention_factor") or (1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(old)))
-    return frequencies / torch.tensor(s[which], dtype=torch.float32), scale
+    return frequencies / torch.tensor(s[which], dtype=torch.float32, device="cpu"), scale
 
 
 def _llama3(frequencies: Tensor, s: Mapping[str, Any]) -> Tensor:
@@ -149,7 +160,7 @@ def _yarn(frequencies: Tensor, dim: int, theta: float, s: Mapping[str, Any]) -> 
     if s.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - first) / max(last - first, 0.001)).clamp(0, 1)
     return frequencies * (1 - ramp) + frequencies / factor * ramp, _yarn_attention(factor, s)
 
 

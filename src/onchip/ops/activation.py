@@ -40,6 +40,7 @@ def gated_act(
     if parts is not None:
         check_numbers("gated_act", alpha=parts.alpha)
         check_numbers("gated_act", 0, limit=parts.limit)
+        parts = Clipped(float(parts.alpha), float(parts.limit))
     elif act not in ACTIVATIONS:
         raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)} or a Clipped")
     if layout not in LAYOUTS:
@@ -67,7 +68,7 @@ def activate(
 
 def _check_input(name: str, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """The bias, under autocast in x's dtype."""
-    check_tensors(name, x=x, bias=bias)
+    check_tensors(name, optional=("bias",), x=x, bias=bias)
     if not x.ndim:
         raise ValueError(f"{name}: x is []; give [..., width]")
     if bias is not None and bias.dtype != x.dtype and as_autocast(x, bias):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core import philox
-from onchip.core.arguments import check_count, check_numbers, check_tensors
+from onchip.core.arguments import check_count, check_numbers, check_tensors, refuse_gradients
 from onchip.core.parts import is_whole
 from onchip.core.problem import Rows
 from onchip.core.trace import readable
@@ -117,6 +117,7 @@ def schedule(
     Raises ValueError for numbers that are out of range, and for what does not go together.
     """
     _check_plan(sampler, steps, noise, prediction, spacing)
+    device = None if device is None else _device("schedule", device)
     flow = isinstance(noise, Flow)
     if flow != (prediction == "flow") or (flow and not isinstance(sampler, (Euler, DPM2M))):
         raise ValueError(
@@ -147,7 +148,7 @@ def schedule(
     if exploding and spacing.kind != "leading":
         start = sigmas[0] / alphas[0]
     made = torch.tensor(rows, dtype=torch.float32, device=device), torch.tensor(times, dtype=torch.float32, device=device)
-    return Schedule(made[1], made[0], start, " ".join(words), 0.0 if clip is None else clip)
+    return Schedule(made[1], made[0], start, " ".join(words), 0.0 if clip is None else float(clip))
 
 
 def denoise_step(
@@ -161,7 +162,7 @@ def denoise_step(
     state: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(next sample, predicted data, next model input), each as x, computed in float32; without gradients.
+    """(next sample, predicted data, next model input), each as x, computed in float32. It has no gradient, and says so.
 
     step       which row of the plan, below plan.steps: a counter on the device, so that a CUDA graph of a step serves all; add 1 to it after each.
     guidance   classifier-free (Ho and Salimans, 2022): `output` holds the outputs without the prompt, then those with it.
@@ -170,6 +171,7 @@ def denoise_step(
     The predicted data is `x` itself where the plan has no use for it, and the next model input the next sample where it needs no scale.
     """
     _check(x, output, plan, step, guidance, history, state)
+    guidance = None if guidance is None else float(guidance)
     if torch.compiler.is_compiling():
         return torch.ops.onchip.denoise_step(x, output, *plan, step, guidance, history, state, kernel)
     y, data, scaled = _step_forward(x, output, plan, step, guidance, history, state, kernel)
@@ -179,13 +181,22 @@ def denoise_step(
 def noise_state(seed: int | None, device: torch.device) -> Tensor:
     """What a plan's noise is drawn from, int64 [2]; seed None: from torch's generator of the device."""
     philox.check("noise_state", 0.0, seed, 0)
-    return philox.draw(torch.device(device), seed, 0)
+    return philox.draw(_device("noise_state", device), seed, 0)
+
+
+def _device(name: str, given) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name}: device is {given!r:.60}; give a torch.device or what it is made of, such as 'cuda'") from error
 
 
 def _check(x: Tensor, output: Tensor, plan: Schedule, step: Tensor, guidance: float | None, history: Tensor | None, state: Tensor | None) -> None:
     if not isinstance(plan, Schedule):
         raise TypeError(f"denoise_step: plan is a {type(plan).__name__}; give what schedule(...) makes")
-    check_tensors("denoise_step", x=x, output=output, plan=plan.table, step=step, history=history, state=state)
+    optional = ("history", "state")
+    check_tensors("denoise_step", optional=optional, x=x, output=output, plan=plan.table, step=step, history=history, state=state)
+    refuse_gradients("denoise_step", "give tensors that require none, such as output.detach()", x, output, plan.table, history)
     if guidance is not None:
         check_numbers("denoise_step", guidance=guidance)
     if not x.ndim:

@@ -40,7 +40,7 @@ def divergence(
     counts   the rows that count; others are not read, and give 0. "mean" is over rows that count: NaN of none.
     The gradient is the student's alone. It is not multiplied by T^2. Raises ValueError for arguments that disagree.
     """
-    check_tensors("divergence", student=student, teacher=teacher, counts=counts)
+    check_tensors("divergence", optional=("counts",), student=student, teacher=teacher, counts=counts)
     check_reduction("divergence", reduction)
     _check("divergence", student, teacher, counts, beta, temperature)
     _check_teacher("divergence", teacher=teacher)
@@ -65,9 +65,10 @@ def linear_divergence(
 
     The teacher's hidden states may have a width of their own. "mean" and "sum". Raises ValueError for arguments that disagree.
     """
-    student, teacher = Head(*student), Head(*teacher)
-    check_tensors("linear_divergence", **{f"student.{k}": t for k, t in student._asdict().items()}, counts=counts)
-    check_tensors("linear_divergence", **{f"teacher.{k}": t for k, t in teacher._asdict().items()}, student=student.hidden)
+    student, teacher = _head("student", student), _head("teacher", teacher)
+    optional = ("student.bias", "teacher.bias", "counts")
+    check_tensors("linear_divergence", optional=optional, **{f"student.{k}": t for k, t in student._asdict().items()}, counts=counts)
+    check_tensors("linear_divergence", optional=optional, **{f"teacher.{k}": t for k, t in teacher._asdict().items()}, student=student.hidden)
     _check_teacher("linear_divergence", **{f"teacher.{k}": t for k, t in teacher._asdict().items()})
     student, teacher = (Head(*autocast(*head)) for head in (student, teacher))
     for name, head in (("student", student), ("teacher", teacher)):
@@ -106,6 +107,12 @@ def linear_divergence(
         return loss, (), grads
 
     return held("linear_divergence", run, *flat[:3])[0]
+
+
+def _head(what: str, given: Head) -> Head:
+    if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
+        raise TypeError(f"linear_divergence: {what} is a {type(given).__name__}, no head; give Head(hidden, weight, bias), a bias or none")
+    return Head(*given)
 
 
 def _share(losses: Tensor, counts: Tensor | None) -> Tensor:

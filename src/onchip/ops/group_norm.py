@@ -1,12 +1,12 @@
 """GroupNorm with its activation, in every layout, with gradients."""
 
 import math
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_numbers, check_tensors
+from onchip.core.arguments import as_int, check_numbers, check_tensors
+from onchip.core.parts import is_whole
 from onchip.core.problem import Groups, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
@@ -31,9 +31,9 @@ def group_norm(
     read and written as it lies, anything else is made contiguous first. Differentiable in all tensors.
     Raises ValueError for groups that do not divide the channels and for shapes that disagree.
     """
-    check_tensors("group_norm", x=x, weight=weight, bias=bias)
+    check_tensors("group_norm", optional=("weight", "bias"), x=x, weight=weight, bias=bias)
     check_numbers("group_norm", 0, eps=eps)
-    if x.ndim < 2 or not isinstance(groups, Integral) or groups < 1 or x.shape[1] % groups or not x.shape[1]:
+    if x.ndim < 2 or not is_whole(groups) or groups < 1 or x.shape[1] % groups or not x.shape[1]:
         raise ValueError(f"group_norm: x is {list(x.shape)}, groups={groups!r}; give [batch, channels, ...] and a number that divides the channels")
     if act not in ACTS:
         raise ValueError(f"group_norm: act={act!r} is not one of {', '.join(map(repr, ACTS))}")
@@ -43,7 +43,7 @@ def group_norm(
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise ValueError(f"group_norm: weight is {weight.dtype}, bias {bias.dtype}; they must be of one dtype")
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    return _group_norm(x, weight, bias, groups, act, eps, kernel, trains)[0]
+    return _group_norm(x, weight, bias, as_int(groups), act, float(eps), kernel, trains)[0]
 
 
 def _last(x: Tensor) -> bool:

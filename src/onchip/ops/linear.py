@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import refuse_gradients
+from onchip.core.arguments import check_numbers, refuse_gradients
 from onchip.core.linear import Around, RowNorm
 from onchip.core.problem import Rows
 from onchip.dispatch import select
@@ -33,7 +33,13 @@ def skinny_linear(
     """
     _check(x, weight, norm, bias, act, layout, residual)
     refuse_gradients("skinny_linear", "train with onchip.rms_norm, torch's linear and onchip.gated_act", x, weight, norm and norm.weight, bias, residual)
-    clipped = act if isinstance(act, Clipped) else Clipped()
+    if norm is not None and not type(norm.eps) is type(norm.offset) is float:
+        check_numbers("skinny_linear", **{"norm.eps": norm.eps, "norm.offset": norm.offset})
+        norm = norm._replace(eps=float(norm.eps), offset=float(norm.offset))
+    clipped = Clipped()
+    if isinstance(act, Clipped):
+        check_numbers("skinny_linear", **{"act.alpha": act.alpha, "act.limit": act.limit})
+        clipped = Clipped(float(act.alpha), float(act.limit))
     if torch.compiler.is_compiling():
         words = "clipped" if isinstance(act, Clipped) else act
         return torch.ops.onchip.skinny_linear(x, weight, *(norm or (None, 0.0, 0.0)), bias, residual, words, *clipped, layout, constant, kernel)

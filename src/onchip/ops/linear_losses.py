@@ -71,7 +71,7 @@ def linear_cross_entropy(
     Raises ValueError for shapes, dtypes and terms that disagree.
     """
     check_reduction("linear_cross_entropy", reduction)
-    check_tensors("linear_cross_entropy", hidden=hidden, weight=weight, bias=bias, targets=targets)
+    check_tensors("linear_cross_entropy", optional=("bias",), hidden=hidden, weight=weight, bias=bias, targets=targets)
     hidden, weight, bias = autocast(hidden, weight, bias)
     per_token = truth("linear_cross_entropy", "per_token", per_token)
     call = _check("linear_cross_entropy", hidden, weight, bias, targets, terms, per_token, kernel)
@@ -102,12 +102,11 @@ def token_log_probs(
 
     terms   softcap, temperature, ignore_index and shard; what only a loss has raises ValueError. Otherwise as `linear_cross_entropy` of "none".
     """
-    check_tensors("token_log_probs", hidden=hidden, weight=weight, bias=bias, targets=targets)
-    check_terms("token_log_probs", terms)
-    if terms.smoothing or terms.z_loss or terms.class_weights is not None:
-        raise ValueError("token_log_probs: terms has smoothing, z_loss or class_weights, which only a loss has; use linear_cross_entropy")
+    check_tensors("token_log_probs", optional=("bias",), hidden=hidden, weight=weight, bias=bias, targets=targets)
     hidden, weight, bias = autocast(hidden, weight, bias)
     call = _check("token_log_probs", hidden, weight, bias, targets, terms, True, kernel)
+    if terms.smoothing or terms.z_loss or terms.class_weights is not None:
+        raise ValueError("token_log_probs: terms has smoothing, z_loss or class_weights, which only a loss has; use linear_cross_entropy")
     loss, stats = _tokens(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), None, None, *call)
     return Tokens(-loss.view(targets.shape), stats[ENTROPY].view(targets.shape))
 

@@ -1,12 +1,11 @@
 """Embeddings, dropout and the Hadamard rotation, each with its gradient."""
 
-from numbers import Integral
-
 import torch
 from torch import Tensor
 
 from onchip.core import philox
-from onchip.core.arguments import check_tensors, truth
+from onchip.core.arguments import as_int, check_tensors, truth
+from onchip.core.parts import is_whole
 from onchip.core.problem import Dropout, Rows
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, as_autocast, differentiable
@@ -29,9 +28,9 @@ def embedding(
     check_tensors("embedding", ids=ids, weight=weight)
     if ids.dtype not in (torch.int64, torch.int32) or weight.ndim != 2 or not len(weight):
         raise ValueError(f"embedding: ids are {ids.dtype}, weight is {list(weight.shape)}; give int64 or int32 ids and weight [vocab, width], vocab at least 1")
-    if padding_idx is not None and not (isinstance(padding_idx, Integral) and 0 <= padding_idx < len(weight)):
+    if padding_idx is not None and not (is_whole(padding_idx) and 0 <= padding_idx < len(weight)):
         raise ValueError(f"embedding: padding_idx={padding_idx} is no row of weight {list(weight.shape)}; give 0 to {len(weight) - 1}")
-    return _embed(ids, weight, NONE if padding_idx is None else padding_idx, kernel)
+    return _embed(ids, weight, NONE if padding_idx is None else as_int(padding_idx), kernel)
 
 
 def dropout_add(
@@ -48,7 +47,7 @@ def dropout_add(
                seed None: drawn from torch's generator of the device.        residual   None: dropout alone.
     x and residual are of one dtype; under autocast both are cast to the wider one, as torch's sum has it.
     """
-    check_tensors("dropout_add", x=x, residual=residual)
+    check_tensors("dropout_add", optional=("residual",), x=x, residual=residual)
     if not isinstance(dropout, Dropout):
         raise TypeError(f"dropout_add: dropout is {dropout!r:.60}; give Dropout(p)")
     philox.check("dropout_add", *dropout)
@@ -59,7 +58,7 @@ def dropout_add(
         raise ValueError(f"dropout_add: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
     if not truth("dropout_add", "training", training) or dropout.p == 0:
         return x if residual is None else x + residual
-    return _drop(x, residual, dropout.p, philox.draw(x.device, dropout.seed, dropout.offset), kernel)
+    return _drop(x, residual, float(dropout.p), philox.draw(x.device, dropout.seed, dropout.offset), kernel)
 
 
 def hadamard(x: Tensor, *, kernel: str = "auto") -> Tensor:  # [..., width]

@@ -80,7 +80,7 @@ def invertible_layer_norm(
     The backward pass divides by the weight: where that is 0, or so small that y is rounded away beside the bias, the gradients of x and of the
     weight are wrong or not finite. That is not looked for, as it would wait for the GPU: use `layer_norm` where weights may be 0.
     """
-    check_tensors("invertible_layer_norm", x=x, weight=weight, bias=bias)
+    check_tensors("invertible_layer_norm", optional=("weight", "bias"), x=x, weight=weight, bias=bias)
     if weight is None or bias is None or not x.ndim or weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         shapes = [None if t is None else list(t.shape) for t in (weight, bias)]
         raise ValueError(f"invertible_layer_norm: weight and bias are {shapes[0]} and {shapes[1]}, x is {list(x.shape)}; give [..., width], and [width] both")
@@ -114,7 +114,7 @@ def modulated_norm(
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None, kernel: str) -> Tensor | tuple[Tensor, Tensor]:
     """Without gradients: the shortest way, which every decoder layer goes twice."""
     if type(eps) is not float or type(offset) is not float or not (eps >= 0 and offset == offset):
-        _check_numbers("rms_norm", eps, offset)
+        eps, offset = _numbers("rms_norm", eps, offset)
     if torch.compiler.is_compiling():
         if residual is None:
             return torch.ops.onchip.rms_norm(x, weight, eps, offset, kernel)
@@ -129,9 +129,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Te
     return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
 
 
-def _check_numbers(name: str, eps: float, offset: float) -> None:
+def _numbers(name: str, eps: float, offset: float) -> tuple[float, float]:
+    """As Python's floats: a launcher of Triton's knows no other."""
     check_numbers(name, 0, eps=eps)
     check_numbers(name, offset=offset)
+    return float(eps), float(offset)
 
 
 def _trains(*tensors: Tensor | None) -> bool:
@@ -140,8 +142,10 @@ def _trains(*tensors: Tensor | None) -> bool:
 
 
 def _call(name: str, x: Tensor, norm: Norm, weight, bias, residual, after, kernel: str):
-    check_tensors(name, x=x, weight=weight, bias=bias)
-    _check_numbers(name, norm.eps, norm.offset)
+    check_tensors(name, optional=("weight", "bias"), x=x, weight=weight, bias=bias)
+    if type(norm.eps) is not float or type(norm.offset) is not float or not (norm.eps >= 0 and norm.offset == norm.offset):
+        eps, offset = _numbers(name, norm.eps, norm.offset)
+        norm = norm._replace(eps=eps, offset=offset)
     if not x.ndim or not x.shape[-1]:
         raise ValueError(f"{name}: x is {list(x.shape)}; its last dimension is what is normalised: give [..., width] with a width of 1 or more")
     if isinstance(residual, Tensor):
@@ -181,7 +185,7 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
     if residual is not None:
         if not isinstance(residual, Residual):
             raise TypeError(f"{name}: residual is a {type(residual).__name__}; give a tensor like x, or a Residual")
-        check_tensors(name, residual=residual.stream, x=x, gate=residual.gate, row_scale=residual.row_scale)
+        check_tensors(name, optional=("gate", "row_scale"), residual=residual.stream, x=x, gate=residual.gate, row_scale=residual.row_scale)
         of.like("residual", residual.stream, (x.dtype, torch.float32))
         if truth(name, "in_place", residual.in_place) and not _in_rows(residual.stream):
             raise ValueError(
@@ -198,9 +202,9 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
                 raise TypeError(f"{name}: dropout is {drop!r:.60}; give Dropout(p)")
             philox.check(name, *drop)
         if drop is not None and drop.p:
-            norm = norm._replace(drop=drop.p, state=philox.draw(x.device, drop.seed, drop.offset))
+            norm = norm._replace(drop=float(drop.p), state=philox.draw(x.device, drop.seed, drop.offset))
     if isinstance(after, Modulate):
-        check_tensors(name, x=x, scale=after.scale, shift=after.shift)
+        check_tensors(name, optional=("scale", "shift"), x=x, scale=after.scale, shift=after.shift)
         if after.scale is None and after.shift is None:
             raise ValueError(f"{name}: Modulate has neither scale nor shift; give one of them, or leave it out")
         scale, shift = of.samples("scale", after.scale), of.samples("shift", after.shift)

@@ -39,7 +39,8 @@ class AdamW(torch.optim.Optimizer):
     moments    dtype of the two moments: float32 (also beside bfloat16 parameters), or bfloat16, which halves their memory.
     What a group holds is looked at in each step, also what was put there since, and refused before anything is changed.
     Parameters may lie in any order without gaps (channels_last). Sparse or complex ones are refused, and amsgrad and maximize in a group.
-    `step()` returns nothing but the closure's loss; `norm` is the norm of the last step's gradients, a float64 tensor on the device. Steps are counted on
+    `step()` returns nothing but the closure's loss, and is one graph break to torch.compile, as torch's own (fullgraph=True refuses it); `norm` is the norm of
+    the last step's gradients, a float64 tensor on the device; None where there were none, or nothing is clipped. Steps are counted on
     the device, so that a CUDA graph of a step goes on counting: capture after one plain step, and keep gradients where they are
     (`zero_grad(set_to_none=False)`).
     """
@@ -68,9 +69,12 @@ class AdamW(torch.optim.Optimizer):
         self._plans: defaultdict[int, dict] = defaultdict(dict)  # what a kernel knows of each batch's lists
         self._constants: dict[tuple, Tensor] = {}
 
-    @torch.no_grad()
     def step(self, closure: Callable | None = None):
-        loss = None
+        return _untraced(self, closure) if torch.compiler.is_dynamo_compiling() else self._step(closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable | None):
+        loss, self.norm = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -79,7 +83,8 @@ class AdamW(torch.optim.Optimizer):
         for n, (group, lists) in enumerate(batches):
             steps = self.state[lists[0][0]]["step"].add_(1)
             powers = self._on_device(tuple(group["betas"]), steps.device) ** steps
-            hyper = Hyper(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            lr = group["lr"]
+            hyper = Hyper(lr if isinstance(lr, Tensor) else float(lr), *map(float, (*group["betas"], group["eps"], group["weight_decay"])))
             self._select("adamw", lists).launch(lists, self._plans[n], hyper, powers, clip)
         return loss
 
@@ -170,6 +175,11 @@ class AdamW(torch.optim.Optimizer):
             made = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             self._constants[key] = made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
         return self._constants[key]
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import dynamo with this file
+def _untraced(optimiser: AdamW, closure: Callable | None):
+    return optimiser._step(closure)
 
 
 def _check_group(group: dict) -> None:

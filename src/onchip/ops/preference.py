@@ -87,6 +87,7 @@ def dpo(policy: Pair, reference: Pair, *, beta: float | Tensor = 0.1, smoothing:
     check_numbers("dpo", smoothing=smoothing)
     if not 0 <= smoothing <= 1 or (loss == "ipo" and not isinstance(beta, Tensor) and not beta):
         raise ValueError(f"dpo: smoothing is {smoothing}, beta {beta}; give 0 to 1, and more than 0 where the loss is 'ipo'")
+    smoothing = float(smoothing)
     margin, of = (policy.chosen - policy.rejected) - (reference.chosen - reference.rejected), DPO_LOSSES[loss]
     return (1 - smoothing) * of(margin, beta) + smoothing * of(-margin, beta) if smoothing else of(margin, beta)
 
@@ -166,14 +167,14 @@ def grpo(
 
     A ratio is clipped before it is computed, so that one that no float holds costs nothing where it is cut off; where it counts (A below 0), it is inf.
     how      GRPO, or one of its relatives BNPO, DAPO, DR_GRPO, GSPO, or a Policy of your own.
-    counts   the tokens that the model wrote; what other places hold is not looked at.
+    counts   the tokens that the model wrote; what other places hold is not looked at. Of no answers, and of no tokens, the loss is 0.
     """
     if not isinstance(how, Policy):
         raise TypeError(f"grpo: how is a {type(how).__name__}; give GRPO, or a Policy")
     check_pair("grpo", 0, clip=how.clip)
     check_count("grpo", 0, length=how.length)
     check_numbers("grpo", 0, beta=how.beta)
-    _check("grpo", how.beta, log_prob, old, *([] if reference is None else [reference]))
+    beta = _check("grpo", how.beta, log_prob, old, *([] if reference is None else [reference]))
     check_tensors("grpo", log_prob=log_prob, advantages=advantages, counts=counts)
     advantages = advantages.unsqueeze(-1) if advantages.ndim == log_prob.ndim - 1 else advantages
     one = advantages.shape == (*log_prob.shape[:-1], 1)  # not by `in`, which does not know symbols
@@ -194,13 +195,14 @@ def grpo(
     below, above = how.clip
     lowest, highest = math.log1p(-below) if below < 1 else -math.inf, math.log1p(above)
     loss = -torch.where(advantages < 0, change.clamp(min=lowest), change.clamp(max=highest)).exp() * advantages
-    if how.beta:
+    if beta:
         d = reference.masked_fill(~counts, 0) - log_prob
-        loss = loss + how.beta * (torch.expm1(d) - d)
+        loss = loss + beta * (torch.expm1(d) - d)
     loss = torch.where(counts, loss, 0)
     if how.average == "sequence":
-        return (loss.sum(-1, keepdim=True) / tokens).mean()
-    return loss.sum() / (counts.sum().clamp(min=1) if how.average == "tokens" else len(loss) * (how.length or loss.shape[-1]))
+        each = loss.sum(-1, keepdim=True) / tokens
+        return each.sum() / max(each.numel(), 1)
+    return loss.sum() / (counts.sum().clamp(min=1) if how.average == "tokens" else max(len(loss) * (how.length or loss.shape[-1]), 1))
 
 
 def _pair(name: str, given: Pair) -> Pair:
@@ -228,7 +230,7 @@ def _factor(name: str, like: Tensor, least: float | None, **given: float | Tenso
     ((what, factor),) = given.items()
     if not isinstance(factor, Tensor):
         check_numbers(name, least, **given)
-        return factor
+        return float(factor)  # numpy's would make arrays of tensors
     check_tensors(name, **{"log-probabilities 1": like}, **given)
     if not factor.is_floating_point() or (factor.numel() != 1 and factor.shape != like.shape):
         raise ValueError(f"{name}: {what} is {factor.dtype} {list(factor.shape)}; give a number, or floats [] or {list(like.shape)}")

@@ -60,7 +60,7 @@ def rotary(
     Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table.
     `kernel` is the rotation's.
     """
-    check_tensors("rotary", q=q, k=k, table=table, positions=positions)
+    check_tensors("rotary", optional=("positions",), q=q, k=k, table=table, positions=positions)
     if layout not in ("neox", "interleaved"):
         raise ValueError(f"rotary: layout={layout!r} is not one of neox, interleaved")
     if q.ndim not in (3, 4) or q.ndim != k.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1] or q.dtype != k.dtype:

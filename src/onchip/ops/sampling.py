@@ -21,7 +21,7 @@ class Sampling(NamedTuple):
     top_p         float32 in (0, 1]; 1: all.            min_p   float32 in [0, 1); 0: all.
     seed, step    int64: the draw is a function of these two and of the row's logits alone.
     typical       float32 in (0, 1]; 1, or None for the whole batch: all.
-    A temperature below 0 or NaN is as 0, one above 0 is 1e-30 or more. Values outside are not looked for, as that would wait for the device.
+    A temperature below 0 or NaN is as 0, one above 0 as 1e-30 to 1e30. Values outside are not looked for, as that would wait for the device.
     """
 
     temperature: Tensor
@@ -31,6 +31,9 @@ class Sampling(NamedTuple):
     seed: Tensor
     step: Tensor
     typical: Tensor | None = None
+
+
+HOW = tuple(f"how.{field}" for field in Sampling._fields)  # where one is missing, what it may be is said with its size
 
 
 class TokenIds(NamedTuple):
@@ -156,7 +159,8 @@ def adjust_logits(
     for what, value, kind in (("penalties", penalties, Penalties), ("bias", bias, Bias)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"adjust_logits: {what} is a {type(value).__name__}; give {kind.__name__}(...)")
-    check_tensors("adjust_logits", logits=logits, mask=mask, **(bias._asdict() if bias else {}))
+    given = {} if bias is None else {f"bias.{field}": t for field, t in bias._asdict().items()}
+    check_tensors("adjust_logits", optional=("mask",), logits=logits, mask=mask, **given)
     learnt = () if penalties is None else penalties[:3]
     refuse_gradients("adjust_logits", "give logits.detach()", logits, None if bias is None else bias.values, *learnt)
     rows, vocab = _check_logits("adjust_logits", logits)
@@ -164,7 +168,9 @@ def adjust_logits(
         raise ValueError(f"adjust_logits: penalties.output is None; give counts or TokenIds (of no tokens: int64 [{rows}, 0])")
     counts = (None, None) if penalties is None else (_counted("output", penalties.output, logits), _counted("prompt", penalties.prompt, logits))
     rates = (None,) * 3 if penalties is None else penalties[:3]
-    check_tensors("adjust_logits", logits=logits, output=counts[0], prompt=counts[1], **dict(zip(Penalties._fields, rates, strict=False)))
+    if penalties is not None:
+        given = {f"penalties.{field}": t for field, t in zip(Penalties._fields, (*rates, *counts), strict=True)}
+        check_tensors("adjust_logits", optional=("penalties.prompt",), logits=logits, **given)
     for name, rate in zip(Penalties._fields, rates, strict=False):
         if rate is not None and (rate.shape != (rows,) or rate.dtype != torch.float32):
             raise ValueError(f"adjust_logits: penalties.{name} is {rate.dtype} {list(rate.shape)}; give float32 [{rows}]")
@@ -191,7 +197,10 @@ def _counted(name: str, history: Tensor | TokenIds | None, logits: Tensor) -> Te
     rows, vocab = logits.shape
     if history is None:
         return None
+    if not isinstance(history, (Tensor, TokenIds)):
+        raise TypeError(f"adjust_logits: penalties.{name} is a {type(history).__name__}; give counts int32 [{rows}, {vocab}], or TokenIds")
     if isinstance(history, TokenIds):
+        check_tensors("adjust_logits", logits=logits, **{f"penalties.{name}'s ids": history.ids})
         ids = history.ids
         if ids.ndim != 2 or len(ids) != rows or ids.dtype != torch.int64:
             raise ValueError(f"adjust_logits: penalties.{name} has ids {ids.dtype} {list(ids.shape)}; give int64 [{rows}, n], below 0 for none")
@@ -223,7 +232,7 @@ def verify(
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"verify: draft is a {type(draft).__name__}; give Draft(tokens, ...)")
-    check_tensors("verify", logits=logits, **{f"draft.{field}": t for field, t in draft._asdict().items()})
+    check_tensors("verify", optional=("draft.probabilities", "draft.parents"), logits=logits, **{f"draft.{field}": t for field, t in draft._asdict().items()})
     tokens, q, parents = draft
     if tokens.ndim != 2 or tokens.dtype != torch.int64 or logits.ndim != 3 or logits.shape[:2] != (tokens.shape[0], tokens.shape[1] + 1):
         given = f"logits are {list(logits.shape)}, draft tokens {tokens.dtype} {list(tokens.shape)}"
@@ -278,7 +287,7 @@ def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
     """The shape of the logits; raises where a field of `how` does not fit."""
     if not isinstance(how, Sampling):
         raise TypeError(f"{name}: how is a {type(how).__name__}; give Sampling(...)")
-    check_tensors(name, logits=logits, **{f"how.{field}": t for field, t in how._asdict().items()})
+    check_tensors(name, optional=HOW, logits=logits, **{f"how.{field}": t for field, t in how._asdict().items()})
     rows, vocab = _check_logits(name, logits)
     for field, value in zip(Sampling._fields, how, strict=True):
         if value is None and field == "typical":

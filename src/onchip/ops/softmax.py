@@ -36,7 +36,7 @@ def log_softmax(
 
 
 def _checked(name: str, x: Tensor, mask: Tensor | None, temperature: float) -> tuple[Tensor | None, float]:
-    check_tensors(name, x=x, mask=mask)
+    check_tensors(name, optional=("mask",), x=x, mask=mask)
     check_temperature(name, temperature=temperature)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name}: x is {list(x.shape)}; its last dimension must hold something")

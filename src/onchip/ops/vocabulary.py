@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from onchip.core.arguments import COLD, HOT, check_numbers, check_tensors
+from onchip.core.arguments import COLD, HOT, as_int, check_numbers, check_tensors
 from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss, Shard
 from onchip.core.parts import check_whole
 from onchip.core.problem import Rows, exact_of
@@ -50,7 +50,7 @@ def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, k
         raise ValueError(f"{name}: the vocabulary has {width} words; give at least 1")
     smoothing, z_loss, softcap, temperature, weights, ignore, shard = terms
     check_numbers(name, **{f"terms.{term}": value for term, value in zip(LossTerms._fields[:4], terms[:4], strict=True)})
-    check_tensors(name, logits=x, **{"terms.class_weights": weights})
+    check_tensors(name, optional=("terms.class_weights",), logits=x, **{"terms.class_weights": weights})
     check_whole(name, "terms.ignore_index", ignore)
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
@@ -68,7 +68,7 @@ def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, k
     group, first, vocab = shard or (None, 0, width)
     if not 0 <= first <= first + width <= vocab:
         raise ValueError(f"{name}: terms.shard has columns {first} to {first + width} of {vocab}; they must lie in the vocabulary")
-    return Call([float(v) for v in terms[:4]], [ignore, first, vocab], group.group_name if group is not None else "", entropy, kernel)
+    return Call([float(v) for v in terms[:4]], [as_int(ignore), as_int(first), as_int(vocab)], group.group_name if group is not None else "", entropy, kernel)
 
 
 def check_terms(name: str, terms: LossTerms) -> None:

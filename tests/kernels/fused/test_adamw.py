@@ -264,3 +264,29 @@ def test_floats_in_range_are_not_asked_twice(monkeypatch):
     optimiser = AdamW([p], weight_decay=0.0)
     monkeypatch.setattr(optim, "_check_numbers", lambda *given: pytest.fail(f"{given}"))
     optimiser.step()
+
+
+def test_a_compiled_step_is_one_graph_break():
+    """As torch's own: what it looks at is no graph's."""
+    both = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    ours, plain = (AdamW([p], max_norm=1.0) for p in both)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(ours.step, backend="aot_eager")
+    for n in range(3):
+        for p in both:
+            p.grad = torch.arange(4.0) + n
+        step(), plain.step()
+        assert torch.equal(*both) and torch.equal(ours.norm, plain.norm)
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 1
+
+
+def test_the_norm_of_no_gradients():
+    """Not that of the step before."""
+    p = torch.nn.Parameter(torch.ones(4))
+    optimiser, p.grad = AdamW([p], max_norm=1.0), torch.ones(4)
+    optimiser.step()
+    assert optimiser.norm == 2
+    optimiser.zero_grad()
+    optimiser.step()
+    assert optimiser.norm is None

@@ -99,6 +99,15 @@ LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 LOOPS = {
     "ddim": ("DDIMScheduler", DDIM(), SD | {"clip_sample": False, "steps_offset": 1, "set_alpha_to_one": False}, Betas(last="first"), Spacing("leading", 1)),
     "ddim clipped": ("DDIMScheduler", DDIM(clip=1.0), LINEAR | {"clip_sample": True}, Betas(1e-4, 0.02, False), Spacing()),
+    "ddim eta": (
+        "DDIMScheduler",
+        DDIM(0.6),
+        SD | {"clip_sample": False, "steps_offset": 1, "set_alpha_to_one": False},
+        Betas(last="first"),
+        Spacing("leading", 1),
+    ),
+    "ddim eta clipped": ("DDIMScheduler", DDIM(1.0, 1.0), LINEAR | {"clip_sample": True}, Betas(1e-4, 0.02, False), Spacing()),
+    "ddim eta v": ("DDIMScheduler", DDIM(0.3), SD | {"clip_sample": False, "timestep_spacing": "trailing"}, Betas(), Spacing("trailing")),
     "ddim v": ("DDIMScheduler", DDIM(), SD | {"clip_sample": False, "timestep_spacing": "trailing"}, Betas(), Spacing("trailing")),
     "ddpm": ("DDPMScheduler", DDPM(clip=1.0), LINEAR, Betas(1e-4, 0.02, False), Spacing()),
     "ddpm sample": ("DDPMScheduler", DDPM(), LINEAR | {"clip_sample": False}, Betas(1e-4, 0.02, False), Spacing()),
@@ -141,7 +150,8 @@ def test_a_loop_as_diffusers_makes_it(name, device, monkeypatch):
     state, step = noise_state(3, device), torch.zeros(1, dtype=torch.int64, device=device)
     noises = iter(range(steps))
     drawn = lambda shape, **_: philox.normal(state, shape.numel(), torch.tensor(next(noises))).view(shape).cpu()  # noqa: E731
-    monkeypatch.setattr("diffusers.schedulers.scheduling_ddpm.randn_tensor", drawn)
+    for module in ("ddpm", "ddim"):
+        monkeypatch.setattr(f"diffusers.schedulers.scheduling_{module}.randn_tensor", drawn)
 
     def model(x, t):
         return torch.sin(2 * x + t / 300).to(x.dtype)
@@ -156,7 +166,7 @@ def test_a_loop_as_diffusers_makes_it(name, device, monkeypatch):
     y = first
     for t in theirs.timesteps:
         scaled = theirs.scale_model_input(y, t) if hasattr(theirs, "scale_model_input") else y
-        y = theirs.step(model(scaled, t), t, y).prev_sample
+        y = theirs.step(model(scaled, t), t, y, **({"eta": sampler.eta} if isinstance(sampler, DDIM) else {})).prev_sample
     torch.testing.assert_close(x.cpu(), y, rtol=2e-3, atol=2e-3)
 
 

@@ -119,6 +119,22 @@ def test_neighbouring_floats_are_told_apart(how, around, dtype, kernel, device):
     check_the_end_of_the_set(logits, how, kernel)
 
 
+OUTSIDE = (torch.inf, 1e-45, 1e-39, 3e38)  # temperatures, which count as 1e30 or 1e-30
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("filters", [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (0, 1.0, 0.0, 0.9)], ids=str)
+def test_temperatures_out_of_range(filters, kernel, device):
+    """No float is 1 / 1e-45, and 0 times the infinity of a masked logit is no number."""
+    logits = torch.full((4, 70), -torch.inf, device=device)
+    logits[:, [7, 40]] = torch.tensor([0.0, 1.0], device=device)
+    for seed in range(4):
+        within = settings([(min(max(t, 1e-30), 1e30), *filters) for t in OUTSIDE], device, seed=seed)
+        tokens = sample(logits, settings([(t, *filters) for t in OUTSIDE], device, seed=seed), kernel=kernel).tolist()
+        assert tokens == sample(logits, within, kernel=kernel).tolist()
+        assert tokens[1:3] == [40, 40] and {tokens[0], tokens[3]} <= {7, 40}
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("how", [(1.0, 0, 0.5, 0.0), (1.0, 5, 1.0, 0.0)], ids=str)
 def test_sets_of_entries_far_apart_end_where_they_should(how, kernel, device):

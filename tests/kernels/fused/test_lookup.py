@@ -226,6 +226,12 @@ def test_wrong_arguments(device):
             call()
 
 
+def test_rows_of_no_width(device):
+    weight = torch.ones(5, 0, device=device, requires_grad=True)
+    embedding(torch.tensor([1], device=device), weight).sum().backward()
+    assert weight.grad.shape == (5, 0)
+
+
 def test_as_torch_embeds(device):
     ids, weight = torch.randint(9, (4, 3), device=device), torch.randn(9, 5, device=device, dtype=torch.float64)
     assert torch.equal(embedding(ids, weight), F.embedding(ids, weight))

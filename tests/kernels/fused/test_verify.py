@@ -115,6 +115,18 @@ def test_an_infinite_logit_is_drawn(kernel, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_temperatures_out_of_range(kernel, device):
+    """As `sample` has them: 1e30 or 1e-30. A masked logit's infinity times 0 is no number."""
+    outside, logits = (torch.inf, 1e-45, 1e-39, 3e38), torch.full((4, 3, 50), -torch.inf, device=device)
+    logits[..., [7, 40]] = torch.tensor([0.0, 1.0], device=device)
+    draft = Draft(torch.tensor([[40, 3]] * 4, device=device), torch.full((4, 2, 50), 1 / 50, device=device))
+    ours, within = (verify(logits, draft, settings([(t, 0, 1.0, 0.0, 1.0) for t in of], device, seed=3), kernel=kernel)
+                    for of in (outside, [min(max(t, 1e-30), 1e30) for t in outside]))  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(ours, within, strict=True))
+    assert ours.count.tolist() == [1] * 4 and ours.token[1:3].tolist() == [40, 40] and set(ours.token.tolist()) <= {7, 40}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_probabilities_whatever_logits_share(kernel, device):
     """At 2^22 floats are 0.5 apart: what was taken off them all would be rounded to that."""
     logits = torch.randint(3, (16, 2, 9), device=device, generator=torch.Generator(device).manual_seed(1)).float()

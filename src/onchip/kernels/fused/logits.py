@@ -45,6 +45,7 @@ from onchip.kernels.fused.vocabulary import (
     step_of,
     told,
     weight,
+    within,
 )
 
 FEW = tl.constexpr(64)  # groups, as of a top-k of 50: a quarter of what fits in registers takes a quarter of the time
@@ -197,6 +198,7 @@ def _draw(
     slice_ptr, there = slices_ptr + (row * slices + part) * 4, part < slices
     tops = tl.load(slice_ptr, mask=there, other=float("-inf"))
     largest = tl.max(tops)
+    temperature = within(temperature)
     inverse = tl.div_rn(1.0, tl.where(hot, temperature, 1.0))
     mass = tl.sum(tl.where(there, tl.load(slice_ptr + 1, mask=there, other=0.0) * weight(tops, largest, inverse), 0.0))  # of no use to a greedy row
     floor, middle, reach = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)

@@ -106,7 +106,7 @@ def embedding(problem: Rows, config: None, ids: Tensor, weight: Tensor) -> Tenso
 def embedding_backward(problem: Rows, config: None, ids: Tensor, d_out: Tensor, vocab: int, padding: int) -> Tensor:
     """The gradient of weight [vocab, width]: sums in the order of the tokens."""
     exact = exact_of(d_out.dtype)
-    ids, d_out = ids.reshape(-1), d_out.reshape(-1, problem.width).to(exact)
+    ids, d_out = ids.reshape(-1), d_out.reshape(ids.numel(), problem.width).to(exact)  # a width of 0 leaves -1 open
     counted = (ids >= 0) & (ids < vocab) & (ids != padding)
     total = torch.zeros(vocab, problem.width, dtype=exact, device=d_out.device)
     return total.index_add_(0, torch.where(counted, ids, 0), d_out.masked_fill(~counted.unsqueeze(1), 0.0))

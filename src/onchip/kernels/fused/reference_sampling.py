@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import COLD, HOT
 from onchip.core.problem import Rows
 
 LOW = 0xFFFFFFFF  # the low 32 bits of an int64
@@ -46,7 +47,7 @@ def sample(problem: Rows, config: None, logits: Tensor, how):
     if not limited and not _may_be(hot):
         return _greatest(logits)
     x = _exact(logits)
-    temperature = torch.where(hot, how.temperature.unsqueeze(1), 1.0).to(x.dtype)
+    temperature = torch.where(hot, how.temperature.unsqueeze(1), 1.0).to(x.dtype).clamp(COLD, HOT)
     largest = x.amax(-1, keepdim=True)
     score = (x - _finite(largest)) * (1 / temperature) + gumbel(how.seed, how.step, problem.width, x.dtype)
     typical = torch.ones_like(how.top_p) if how.typical is None else how.typical
@@ -204,7 +205,7 @@ def _verify_drawn(logits: Tensor, draft, how, drawn: Tensor, limits: Tensor) -> 
     q = torch.where((q > 0) & (draft.tokens >= 0).unsqueeze(2), q, 0)
     floor, middle, reach, largest, mass = limits[:, :n].unsqueeze(-2).unbind(-1)  # [rows, n, 1] each
     hot = (how.temperature > 0).unsqueeze(1)
-    temperature = torch.where(hot, how.temperature.unsqueeze(1), 1.0)
+    temperature = torch.where(hot, how.temperature.unsqueeze(1), 1.0).clamp(COLD, HOT)
     kept = (x >= floor) & (_distance(x, middle) <= reach)
     p = (((x - largest) / temperature.unsqueeze(2)).exp() / mass).masked_fill(~kept, 0)
     at = draft.tokens.clamp(0, x.shape[-1] - 1).unsqueeze(2)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.problem import Rows
-from onchip.kernels.fused.vocabulary import entries, gumbel, uniform
+from onchip.kernels.fused.vocabulary import entries, gumbel, uniform, within
 from onchip.kernels.meeting import MOST, hear, phases, tell
 
 BLOCK = 4096
@@ -71,8 +71,9 @@ def _verify_chain(
     real = (tokens >= 0) & (tokens < vocab)
     drawn = tl.load(drawn_ptr + row * (num + 1) + place, mask=inside, other=-1)
     temperature, seed, step = tl.load(temperature_ptr + row), tl.load(seed_ptr + row), tl.load(step_ptr + row)
+    hot, temperature = temperature > 0, within(temperature)
     taken = tokens == drawn
-    if temperature > 0:
+    if hot:
         x = tl.load(logits_ptr + row * row_stride + place.to(tl.int64) * place_stride + tokens, mask=real, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
         limit_ptr = limits_ptr + (row * (num + 1) + place) * 5
@@ -84,7 +85,7 @@ def _verify_chain(
     taken = taken & real
     count = tl.min(tl.where(taken, num, place))
     token = tl.load(drawn_ptr + row * (num + 1) + count)
-    if (temperature > 0) & (count < num):
+    if hot & (count < num):
         row_ptr = logits_ptr + row * row_stride + count.to(tl.int64) * place_stride
         limit_ptr = limits_ptr + (row * (num + 1) + count) * 5
         q_row = q_ptr + (row * num + count) * vocab

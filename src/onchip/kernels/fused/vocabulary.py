@@ -59,6 +59,12 @@ def weight(x, largest, inverse):
 
 
 @triton.jit
+def within(temperature):
+    """What logits are divided by: float32 has no 1 / 1e-40, and 0 of 1 / inf times an infinite logit is no number."""
+    return tl.minimum(tl.maximum(temperature, 1e-30), 1e30)
+
+
+@triton.jit
 def less(x, largest, inverse):
     """(x - largest) / temperature, so that noise counts however large logits are; infinite where they are."""
     return (x - tl.minimum(tl.maximum(largest, -3.4028234e38), 3.4028234e38)) * inverse
@@ -213,7 +219,7 @@ def _survey(
     maxima = tl.max(tl.reshape(x, [per, GROUP]), 1)
     tl.store(maxima_ptr + (row * slices + part) * per + tl.arange(0, per), maxima.to(maxima_ptr.dtype.element_ty))
     largest, hot = tl.max(x), temperature > 0
-    inverse = tl.div_rn(1.0, tl.where(hot, temperature, 1.0))
+    inverse = tl.div_rn(1.0, tl.where(hot, within(temperature), 1.0))
     out = slices_ptr + (row * slices + part) * 4
     tl.store(out, largest)
     if hot:
