@@ -9,7 +9,7 @@ from offline import compile_for
 from onchip.core.device import gpu
 from onchip.core.problem import Rows
 from onchip.dispatch import select
-from onchip.kernels.attention import MERGE, PARTS, triton_merge
+from onchip.kernels.attention import MERGE, PARTS, gluon_merge, triton_merge
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in MERGE.kernels]
@@ -102,3 +102,17 @@ def test_merge_compiles(problem, arch):
     facts = compile_for(triton_merge._merge, signature, constexprs, arch, how.warps, aligned=("out_strides",))
     assert facts.spills == 0 and facts.registers <= 128
     assert facts.vector_loads >= parts or arch == "gfx942"  # 64 lanes a warp: short rows give each less
+
+
+def test_numbers_of_captured_calls_stay():
+    """A graph holds the address of its numbers and not their tensor: what nobody else holds would be somebody else's memory after a while."""
+    arrivals, places = gluon_merge._Arrivals(torch.device("cpu")), set()
+    for _ in range(3 * gluon_merge.CALLS):
+        if (numbers := arrivals.of_graph()) is None:
+            arrivals.of_stream(0)
+            numbers = arrivals.of_graph()
+        assert numbers.data_ptr() not in places and not numbers.any()
+        places.add(numbers.data_ptr())
+        del numbers
+        arrivals.of_stream(0)
+    assert len(arrivals.pieces) * gluon_merge.CALLS >= len(places)

@@ -122,16 +122,18 @@ def merging_of(rows: int, width: int, warps: int) -> Merging:
 
 
 class _Arrivals:
-    """Numbers of a device that are 0 between launches: of each stream, whose calls come one after the other, and of each call that a graph has captured."""
+    """Numbers of a device that are 0 between launches: of each stream, whose calls come one after the other, and of each call that a graph has captured,
+    which holds their address alone: so they stay as long as the process, 8 KiB a call."""
 
     def __init__(self, device: torch.device):
-        self.device, self.streams, self.captured, self.lock = device, {}, [], threading.Lock()
+        self.device, self.streams, self.captured, self.pieces, self.lock = device, {}, [], [], threading.Lock()
 
     def of_stream(self, stream: int) -> tuple[torch.Tensor, bool]:
         few, new = len(self.captured) < CALLS // 2, stream not in self.streams
         if few:  # not while capturing, where zeros would be zeros anew in every replay
             with self.lock:
-                self.captured += torch.zeros(CALLS, EACH, dtype=torch.int32, device=self.device).unbind()
+                self.pieces.append(torch.zeros(CALLS, EACH, dtype=torch.int32, device=self.device))
+                self.captured += self.pieces[-1].unbind()
         if new:
             self.streams[stream] = torch.zeros(EACH, dtype=torch.int32, device=self.device)
         return self.streams[stream], few or new
