@@ -17,7 +17,7 @@ from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Beside, Operands
 from onchip.core.scores import ALiBi, Softcap, chain
 from onchip.dispatch import select
-from onchip.kernels.attention import DECODE
+from onchip.kernels.attention import DECODE, gluon_merge
 from onchip.kernels.attention.decode_merge import at_once
 from onchip.ops.attend import How, paged_sizes, problem_of
 
@@ -364,6 +364,25 @@ def test_lengths_change_under_a_graph(problem, lengths, device):
         for ours, theirs in zip((out, lse), onchip.paged_attention(q, cache, scale=0.1, return_lse=True, kernel="reference"), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
         assert torch.equal(out, launch(q, cache, Operands(0.1), True)[0])
+
+
+@pytest.mark.parametrize(("problem", "lengths"), [gpu(*case([700, 5000], 16, **LOW))])
+def test_graphs_of_more_calls_than_there_are_numbers_for(problem, lengths, device, monkeypatch):
+    """What a graph counts by is nobody else's memory, however many are captured after it and whatever is let go between them."""
+    monkeypatch.setattr(gluon_merge, "CALLS", 64)
+    monkeypatch.setattr(gluon_merge, "_of", {})
+    p, q, cache = problem, queries(problem, device), paged(problem, lengths, device)
+    launch, kept = select(p, device, KERNEL.name).launch, []
+    for _ in range(8):
+        expected, graph = launch(q, cache, Operands(0.1), False), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = [launch(q, cache, Operands(0.1), False) for _ in range(24)]
+        torch.cuda.empty_cache()
+        kept.append((graph, out, torch.full((64, gluon_merge.EACH), 7, dtype=torch.int32, device=device)))  # where numbers would have been let go
+    for graph, out, others in kept:
+        for _ in range(2):
+            graph.replay()
+        assert all(torch.equal(one, expected) for one in out) and bool((others == 7).all())
 
 
 @pytest.mark.parametrize(("problem", "lengths"), [gpu(*case([700, 5000], 16, **LOW))])
