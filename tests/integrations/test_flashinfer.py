@@ -234,17 +234,33 @@ def test_items_after_a_shared_prefix(device):
     """Multi-item scoring: two items of 3 tokens after a prefix of 4, with a delimiter before each and at the end."""
     batch = Batch(device, (13, 13), (13, 13))
     position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0], device=device)
-    padded = pad(position, (0, 1))  # of which the last sequence's may be left out
     row, col = torch.arange(13)[:, None], torch.arange(13)
     item = torch.tensor([-1] * 4 + [0] * 4 + [1] * 4 + [2])
     seen = (col <= row) & ((col < 4) | (item[:, None] == item) & (torch.cat((torch.ones(4), position.cpu()))[:, None] > row - col))
     how = {
         "prefix_len_ptr": torch.tensor([4, 4], device=device),
-        "token_pos_in_items_ptr": padded.repeat(2)[:-1].to(torch.uint16),
-        "token_pos_in_items_len": 10,
+        "token_pos_in_items_ptr": position.repeat(2)[:-1].to(torch.uint16),  # without the last delimiter
+        "token_pos_in_items_len": 9,
     }
     out = batch.paged(causal=True, **how).run(batch.q, batch.cache)
     close(out, batch.truth(masks=[seen] * 2)[0])
+
+
+def test_items_of_a_graph_stay_where_they_are():
+    """Their addresses are all that a graph knows."""
+    batch = Batch("cpu", (13, 13), (13, 13))
+    sizes = {"qo_indptr_buf": 3, "paged_kv_indptr_buf": 3, "paged_kv_indices_buf": 64, "paged_kv_last_page_len_buf": 2}
+    buffers = {name: torch.zeros(n, dtype=torch.int32) for name, n in sizes.items()}
+    wrapper, seen = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(8), use_cuda_graph=True, **buffers), []
+    for prefix, width in ((4, 9), (5, 9), (5, 8)):
+        how = {"prefix_len_ptr": torch.tensor([prefix] * 2), "token_pos_in_items_ptr": torch.arange(2 * width) % width, "token_pos_in_items_len": width}
+        if width == 8:
+            with pytest.raises(ValueError, match=r"8 places in an item for each of 2 sequences .* first plan had \[2, 9\]; give as many"):
+                batch.paged(wrapper, causal=True, **how)
+            break
+        batch.paged(wrapper, causal=True, **how)
+        seen.append((wrapper._item.prefix, wrapper._item.position))
+    assert seen[0][0] is seen[1][0] and seen[0][1] is seen[1][1] and seen[0][0].tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
@@ -255,8 +271,8 @@ def test_items_after_a_shared_prefix(device):
         ({"prefix_len_ptr": None}, r"prefix_len_ptr is a NoneType, token_pos_in_items_ptr torch.int64 \[18\]"),
         ({"prefix_len_ptr": torch.tensor([4])}, r"prefix_len_ptr is torch.int64 \[1\] on cpu"),
         ({"token_pos_in_items_len": 1.5}, "token_pos_in_items_len is 1.5; give a whole number, 0 or more"),
-        ({"token_pos_in_items_ptr": torch.zeros(9).int()}, "9 places in token_pos_in_items_ptr for 2 sequences of 9 each; give 9 for all but the last one"),
-        ({"token_pos_in_items_ptr": torch.zeros(17).int()}, "sequence 1 has 9 keys past its prefix and 8 places in token_pos_in_items_ptr"),
+        ({"token_pos_in_items_ptr": torch.zeros(8).int()}, "8 places in token_pos_in_items_ptr for 2 sequences of 9 each; give 9 for all but the last one"),
+        ({"token_pos_in_items_ptr": torch.zeros(16).int()}, "sequence 1 has 9 keys past its prefix and 7 places in token_pos_in_items_ptr"),
         ({"prefix_len_ptr": torch.tensor([3, 4])}, "sequence 0 has 10 keys past its prefix and 9 places"),
     ],
 )
@@ -401,7 +417,7 @@ def test_append(device, layout, dtype):
     new_k, new_v = torch.randn(7, 2, 16, device=device), torch.randn(7, 2, 16, device=device)
     lengths = fi.get_seq_lens(batch.pages, batch.last, PAGE)
     assert lengths.tolist() == [7, 2, 12]
-    sequence, position = fi.get_batch_indices_positions(batch.q_indptr, lengths, 7)  # two more than there are
+    sequence, position = fi.get_batch_indices_positions(batch.q_indptr, lengths, torch.tensor(7))  # two more than there are
     assert sequence.tolist() == [0, 0, 0, 2, 2, -1, -1] and position.tolist() == [4, 5, 6, 10, 11, 0, 0]
     cache = batch.cache.to(dtype)
     before = cache.float().clone()

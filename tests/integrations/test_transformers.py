@@ -282,7 +282,6 @@ def batch_for(model, step):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "bert", "whisper"])
-@pytest.mark.sampled(2)
 def test_fifty_steps_of_training(name):
     """The same losses and the same weights as with sdpa: in float64, in which neither's rounding is seen."""
     torch.manual_seed(1)

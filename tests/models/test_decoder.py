@@ -136,7 +136,6 @@ def test_logits_equal_transformers(folders, kind):
 
 
 @pytest.mark.parametrize("kind", [k for k in MODELS if "-" not in k])
-@pytest.mark.sampled(2)
 def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(folders, kind):
     path = folders(kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -205,7 +205,6 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("name", "backend"), cases(OTHERS, "packed pair", "paged"))
-@pytest.mark.sampled(2)
 def test_packed_paged_merge(name, backend):
     function, inputs, reads = OTHERS[name]
     check(function, inputs(), reads, backend)
@@ -361,7 +360,6 @@ def test_an_export_and_its_file(strict):
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", ["paged", "packed", "chosen pages", "cascade"])
-@pytest.mark.sampled(2)
 def test_an_export_of_any_batch(name, strict):
     pages, table, lengths = torch.randn(9, 4, KV_HEADS, DIM), torch.arange(6, dtype=torch.int32).view(3, 2), torch.tensor([5, 8, 1], dtype=torch.int32)
     shared = onchip.Level(torch.tensor([[6, 7]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32), None, 3)

@@ -5,6 +5,7 @@ import torch
 
 import onchip
 from judge import assert_as_good_as_torch
+from onchip.core.kernel import Unsupported
 from onchip.core.masks import Causal
 from onchip.ops.attend import PagedKV
 from onchip.ops.latent import attend_latent, dequantise_latent, quantise_latent
@@ -113,3 +114,16 @@ def test_of_no_page(batch, width):
     q, packed = torch.randn(batch, 1, 4, 576).to(BF16), torch.zeros(0, 16, 1, 656, dtype=torch.uint8)
     out, lse = attend_latent(q, packed, table, lengths, return_lse=True)
     assert torch.equal(out, out.new_zeros(batch, 1, 4, 512)) and torch.equal(lse, lse.new_full((batch, 4, 1), -torch.inf))
+
+
+def test_kernels_by_name():
+    """Those over a copy too; what is not there is named with what is."""
+    packed, table = quantise_latent(torch.randn(2, 16, 1, 576)), torch.tensor([[1, 0]], dtype=torch.int32)
+    q, lengths = torch.randn(1, 1, 4, 576).to(BF16).requires_grad_(), torch.tensor([20], dtype=torch.int32)
+    assert torch.equal(attend_latent(q, packed, table, lengths, kernel="bf16_of_latent"), attend_latent(q, packed, table, lengths))
+    with pytest.raises(Unsupported, match=r"^attend_latent: kernel 'hopper_mla_codes' has no gradient, and no place in a compiled graph; leave"):
+        attend_latent(q, packed, table, lengths, kernel="hopper_mla_codes")
+    with pytest.raises(
+        Unsupported, match="^attend_latent: no kernel is named 'hoper_mla_codes'; it has hopper_mla_codes, bf16_of_latent, blocked, reference, and"
+    ):
+        attend_latent(q.detach(), packed, table, lengths, kernel="hoper_mla_codes")

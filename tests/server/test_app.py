@@ -486,7 +486,7 @@ def test_a_mistake_is_one_sentence(live, changes, status, words):
         ({"prompt": ["ok", "", "ok"]}, "prompt 1: prompt is empty"),
         ({"prompt": [[5], [7], [10**6]]}, "prompt 2: prompt has token ids from"),
         ({"prompt": "ok", "logit_bias": {"99999": 1}}, "logit_bias has token 99999; the vocabulary is"),
-        ({"prompt": ["ok", "ok"], "stop_token_ids": [99999]}, "prompt 0: stop_token_ids has token 99999"),
+        ({"prompt": ["ok", "ok"], "stop_token_ids": [99999]}, "stop_token_ids has token 99999"),
     ],
 )
 def test_a_mistake_names_the_prompt_of_several(live, changes, words):

@@ -131,6 +131,7 @@ def plan_cascade(
     launch more, and results that are written and read once more (`Rates`). A pure function; time grows with the batch and with pages compared whole
     lists at once.
     """
+    lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     _check(problem, pages, lengths, device, most)
     device = device if isinstance(device, Device) else devices.of(device)
     whole = [list(own[: max(0, n - problem.len_q) // problem.page]) for own, n in zip(pages, lengths, strict=True)]  # full pages that all queries see

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import check_tensors, kind_of, refuse_gradients
+from onchip.core.arguments import as_int, check_tensors, kind_of, refuse_gradients
 from onchip.core.formats import Codes, check_channels
 from onchip.core.once import ends, once
 from onchip.core.parts import is_whole
@@ -51,6 +51,7 @@ def rope_append(
     compiling = torch.compiler.is_compiling()
     if not compiling and tuple(map(type, heads) if type(heads) is tuple else ()) != (int, int):  # compiled, sizes may be symbols
         _check_heads(heads)
+        heads = tuple(map(as_int, heads))
     num_q, num_kv = heads
     check_tensors("rope_append", qkv=qkv, table=table, positions=positions)
     refuse_gradients("rope_append", "train with onchip.rotary, which takes a norm too", qkv, *(norm[:2] if isinstance(norm, QKNorm) else ()))
@@ -72,6 +73,8 @@ def rope_append(
     check_table("rope_append", table, dim)
     _check_places("positions", positions, qkv, 0, len(table))
     check_norm("rope_append", norm, dim)
+    if norm is not None and not type(norm.eps) is type(norm.offset) is float:  # numpy's, say, which Triton's launcher does not know
+        norm = norm._replace(eps=float(norm.eps), offset=float(norm.offset))
     kv = "" if append is None else _check_append(append, num_kv, dim, qkv)
     problem = Rope("rope_append", tokens, num_q, num_kv, dim, table.shape[-1], qkv.dtype, layout, norm is not None, append is not None, kv)
     select(problem, qkv.device, kernel).launch(qkv, table, positions, norm, append)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from onchip.core.arguments import kind_of
+from onchip.core.kernel import Unsupported
 from onchip.core.masks import Causal, Mask
 from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import LARGEST, SMALLEST
-from onchip.kernels.attention import LATENT
+from onchip.kernels.attention import DECODE, LATENT
 from onchip.kernels.attention.dequantised import BYTES, TILE, VALUES, WIDTH, as_numbers, numbers
 from onchip.ops import checks, graph
 from onchip.ops.attend import How, PagedKV, Sizes, launch_paged, problem_of
@@ -73,7 +74,14 @@ def attend_latent(
     if not len(packed):
         cache = cache._replace(k=packed.new_zeros(1, *packed.shape[1:]))  # of which nobody has a key
     how = How(mask, None, None, None, False, False, kernel)
-    if kernel not in KERNELS or graph.in_graph(kernel, q, packed, packed) or checks.paged_grad(how, q, cache):
+    copied = graph.in_graph(kernel, q, packed, packed) or checks.paged_grad(how, q, cache)
+    if copied and kernel == "hopper_mla_codes":
+        raise Unsupported("attend_latent: kernel 'hopper_mla_codes' has no gradient, and no place in a compiled graph; leave kernel='auto'")
+    if copied and kernel == "bf16_of_latent":
+        kernel = "auto"  # which is a copy here
+    if kernel not in KERNELS and all(kernel != one.name for one in DECODE.kernels):
+        raise Unsupported(f"attend_latent: no kernel is named {kernel!r}; it has {', '.join(KERNELS[1:])}, and over a copy those of paged_attention")
+    if copied or kernel not in KERNELS:
         return paged_attention(q, as_numbers(cache, q.dtype), mask=mask, scale=scale, return_lse=return_lse, kernel=kernel)
     problem, x = latent_problem(q, cache, how, scale)
     return launch_paged(problem, kernel, q, cache, x, return_lse)

@@ -136,7 +136,8 @@ class Front:
                 if self.limits.max_prompt is not None and len(made[-1].prompt) > self.limits.max_prompt:
                     raise ValueError(f"the prompt has {len(made[-1].prompt)} tokens and this server takes {self.limits.max_prompt}; shorten it")
             except (ValueError, OutOfPages) as error:
-                raise ApiError(400, f"prompt {i}: {_said(error)}" if len(prompts) > 1 else _said(error)) from None
+                said = _said(error)
+                raise ApiError(400, f"prompt {i}: {said}" if len(prompts) > 1 and said.startswith(("prompt", "the prompt")) else said) from None
         return made
 
     def _constrain(self, grammar: Grammar, min_tokens: int | None, made: list[EngineRequest]) -> None:

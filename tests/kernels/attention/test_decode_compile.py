@@ -57,7 +57,6 @@ MORE = ("d64, pages of 8", "d128", "d128, pages of 24", "d128, pages of 1024", "
 
 
 @pytest.mark.parametrize(("dim", "page", "how", "most"), named(PAGED, "d128 packed, four heads in a tile's rows", rest=MORE))
-@pytest.mark.sampled(2)
 def test_hopper_paged(dim, page, how, most):
     """A box a page, or a piece of one, and 64 columns, its number by one instruction from the lane that holds it; or 16 bytes a thread. Little spills."""
     how = dict(how)
@@ -96,7 +95,6 @@ MORE_DECODE = ("d64", "d128", "d128, pages of 256", "d128, 64 rows", "d128 alibi
 
 
 @pytest.mark.parametrize(("dim", "page", "heads", "len_q", "how"), named(HOPPER_DECODE, "d128 softcap, sinks", rest=MORE_DECODE))
-@pytest.mark.sampled(2)
 def test_hopper_decode(dim, page, heads, len_q, how):
     """Nothing spills and nothing waits for each product; a batch_invariant problem's merge has room beside it up to d128."""
     how = dict(how)
@@ -132,7 +130,6 @@ MORE_REGISTERS += [(kv, 128, 16, (32, 8), 1, batch) for kv, batch in (("e4m3", 3
 
 
 @pytest.mark.parametrize(("kv", "dim", "page", "heads", "len_q", "batch"), [*REGISTERS, *(pytest.param(*row, marks=wide) for row in MORE_REGISTERS)], ids=str)
-@pytest.mark.sampled(2)
 def test_register_decode(kv, dim, page, heads, len_q, batch):
     """Keys and values come 16 bytes a thread and go to products as they lie: what is left of shuffles and shared memory is maxima, and a unit's end."""
     p = Attention("decode", batch, len_q, 4096, *heads, dim, BF16, Causal(), "paged", page, kv=kv)
@@ -183,7 +180,6 @@ def test_what_decode_can_do_costs_a_plain_problem_nothing(arch, dim, registers):
 
 
 @pytest.mark.parametrize("form", ["", "e4m3", *(pytest.param(form, marks=wide) for form in ("int8", "int4")), "int4/32"])
-@pytest.mark.sampled(2)
 def test_shares_wait_for_keys_alone(form):
     """Each warp has keys of its own: what one has computed goes through shared memory once a unit, not once a tile; codes become numbers in registers."""
     _, facts, _ = decode("sm_90", 128, kv=form, module=triton_shares)
@@ -222,7 +218,6 @@ MODS = {
 
 
 @pytest.mark.parametrize("mod", named({name: (mod,) for name, mod in MODS.items()}, rest=("document",)))
-@pytest.mark.sampled(2)
 def test_decode_mods(mod):
     how, facts, _ = decode("sm_90", 128, **mod)
     assert facts.spills <= 256, f"{how}: {facts.spills} bytes"
@@ -233,7 +228,6 @@ def test_decode_mods(mod):
     {"mask": masks.as_mask(lambda b, h, i, j: i > h)}, {"score": scores.chain(None, lambda s, b, h, i, j: (i + h).float(), None)},
     {"mask": masks.as_mask(lambda b, h, i, j: b < 3)}, {"mask": masks.as_mask(lambda b, h, i, j: j > 5)},
 ], ids=["mask of rows", "score of rows", "mask of sequences", "mask of keys"])  # fmt: skip
-@pytest.mark.sampled(2)
 def test_shares_of_less_than_a_tile(mod):
     """Scores of a warp's own keys have an axis more than the rows that a function may look at alone."""
     how, facts, _ = decode("sm_90", 128, module=triton_shares, **mod)
@@ -244,7 +238,6 @@ def test_shares_of_less_than_a_tile(mod):
     ("sm_80", 576, 512, 16, BF16), ("sm_90", 576, 512, 64, BF16), ("sm_90", 256, 0, 16, FP32), ("gfx942", 576, 512, 16, BF16),
     pytest.param("sm_90", 64, 256, 32, BF16, marks=wide), pytest.param("sm_90", 192, 128, 64, BF16, marks=wide),
 ])  # fmt: skip
-@pytest.mark.sampled(2)
 def test_decode_wide(arch, dim, dim_v, heads, dtype):
     """Values of another width than keys, and the latent keys of DeepSeek."""
     how, facts, _ = decode(arch, dim, heads=(heads, 1), dim_v=dim_v, dtype=dtype)

@@ -40,7 +40,6 @@ def prefill_fp8(dim, mask, share=0, tokens=4096):
     ],
     ids=str,
 )
-@pytest.mark.sampled(2)
 def test_hopper_fp8(dim, mask, share, tokens, spills):
     """Both products in e4m3, weights packed by the conversion alone; no byte is moved from one place of a register to another."""
     tiles, facts = prefill_fp8(dim, mask, share, tokens)

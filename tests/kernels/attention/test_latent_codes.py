@@ -214,5 +214,6 @@ def test_copied_on_a_gpu(device):
 @pytest.mark.parametrize("c", [*CASES, Case((4096,) * 4, heads=128), Case((8192,), heads=128)], ids=str)
 def test_on_a_gpu(c, device):
     q, cache = call = call_of(c, device)
-    result = attend_latent(q, *cache[1:], mask=c.mask, scale=c.scale, return_lse=True, kernel=KERNEL.name)
-    judge(c, call, result, lse_slack=10.0)  # tensor cores cut off, not round, what they add
+    for _ in range(3):  # the second call is written down, the third repeats it
+        result = attend_latent(q, *cache[1:], mask=c.mask, scale=c.scale, return_lse=True, kernel=KERNEL.name)
+        judge(c, call, result, lse_slack=10.0)  # tensor cores cut off, not round, what they add

@@ -172,7 +172,6 @@ MORE += ("d128 heads alone", "d128 activation", "d128 bias of keys", "d128 bias 
 
 
 @pytest.mark.parametrize(("dim", "packed", "how", "most"), named(HOPPER, "d128", "d256 bias", rest=MORE))
-@pytest.mark.sampled(2)
 def test_hopper_prefill(dim, packed, how, most):
     """Every product on wgmma, every tile through TMA, no wait for a product that ptxas adds, and the copying warp gives its registers away."""
     tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, **{"band": Full(), **how})

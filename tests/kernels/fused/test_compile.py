@@ -156,7 +156,6 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize(("form", "rows", "width", "dtype", "arch"), across(GPUS, BACKWARD, sm_90=range(5), gfx942=(0, 1)))
-@pytest.mark.sampled(2)
 def test_norm_backward(form, rows, width, dtype, arch):
     _, there, words = NORM_FORMS[form]
     tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, words), GPUS[arch])[-1]  # of which the first may be clusters that stay
@@ -174,7 +173,6 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("problem", "arch"), across(GPUS, GROUPS, gfx942=(0,)))
-@pytest.mark.sampled(2)
 def test_group_norm(problem, arch):
     is_last = problem.layout == "channels_last"
     for module in (group_norm, group_norm_backward):
@@ -454,7 +452,6 @@ SKINNY = [(1, 6144, 4096, "norm"), (2, 576, 1536, "bias residual"), (16, 14336, 
 
 
 @pytest.mark.parametrize(("rows", "outs", "width", "words", "arch"), across(GPUS, SKINNY, sm_80=(2,), gfx942=(1,)))
-@pytest.mark.sampled(2)
 def test_skinny(rows, outs, width, words, arch):
     """On Hopper all weights of the first steps are on their way before the kernel that came before is waited for; nothing goes by shared memory
     in the loop, and of 16 rows, gated, two programs fit on a multiprocessor, of one row three."""
@@ -495,7 +492,6 @@ LOW_RANK = [(64, 16, BF16), (4096, 64, FP16), (16, 128, FP32), (4096, 256, BF16)
 
 
 @pytest.mark.parametrize(("rows", "rank", "dtype", "arch"), across(GPUS, LOW_RANK, sm_90=(2, 3), gfx942=(0,)))
-@pytest.mark.sampled(2)
 def test_low_rank(rows, rank, dtype, arch):
     tiles = low_rank.configs(Rows("low_rank", rows, 6144, dtype, f"from 4096 rank {rank} parts 4096+1024+1024 of 8"), GPUS[arch])[0]
     types = dict.fromkeys(("x_ptr", "a_ptr", "b_ptr", "y_ptr"), POINTER[dtype]) | {

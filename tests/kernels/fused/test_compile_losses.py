@@ -26,7 +26,6 @@ VARIANTS = [(BF16, ""), (BF16, "smoothing weights softcap"), (FP32, "entropy smo
 
 @pytest.mark.parametrize("op", ["cross_entropy", "cross_entropy_backward", "cross_entropy_in_place"])
 @pytest.mark.parametrize(("dtype", "variant", "arch"), across(GPUS, VARIANTS, sm_90=range(3), sm_80=(0,)))
-@pytest.mark.sampled(2)
 def test_cross_entropy(op, dtype, variant, arch):
     problem = Rows(op, 8192, 128256, dtype, variant)
     tiles = cross_entropy.configs(problem, GPUS[arch])[0]

@@ -22,6 +22,8 @@ def get_batch_indices_positions(
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sequence and the position in it of each appended token, int32 `[nnz]`; -1 and 0 past the last one."""
+    if isinstance(nnz, Tensor) and not nnz.ndim and not nnz.is_floating_point():
+        nnz = int(nnz)  # callers give append_indptr[-1]: FlashInfer waits for it too
     check_count("get_batch_indices_positions", 0, nnz=nnz)
     check_integers("get_batch_indices_positions", "append_indptr", append_indptr)
     if not isinstance(seq_lens, Tensor) or seq_lens.shape != (len(append_indptr) - 1,):

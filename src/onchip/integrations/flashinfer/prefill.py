@@ -116,7 +116,7 @@ class Prefill:
 
     def _items(self, name: str, given: tuple[Tensor | None, Tensor | None], width: int | Tensor, lengths: Tensor) -> None:
         """Multi-item scoring: the lengths of the shared prefixes, and each later token's place in its item; `width` of them a sequence, 0: as many as there
-        are. What fills up the last sequence's may be left out. `lengths`: of the keys."""
+        are. What fills up the last sequence's, and the 0 of its last delimiter, may be left out. `lengths`: of the keys."""
         self._item, (prefix, position), batch = None, given, len(lengths)
         if prefix is None and position is None:
             return
@@ -126,26 +126,37 @@ class Prefill:
         if not isinstance(width, Tensor):
             check_count(name, 0, token_pos_in_items_len=width)
         count, width = position.numel(), int(width) or -(-position.numel() // batch)
-        if count <= (batch - 1) * width:  # the last sequence has none
+        if count < (batch - 1) * width:
             raise ValueError(f"{name}: {count} places in token_pos_in_items_ptr for {batch} sequences of {width} each; give {width} for all but the last one")
-        if readable(prefix):
+        if readable(prefix) and width:
             needed = (lengths - prefix.reshape(batch).int()).tolist()
             there = [width] * (batch - 1) + [min(width, count - (batch - 1) * width)]
-            short = next((i for i, (wanted, found) in enumerate(zip(needed, there, strict=True)) if wanted > found), None)
+            short = next((i for i, (wanted, found) in enumerate(zip(needed, there, strict=True)) if wanted > found + (i == batch - 1)), None)
             if short is not None:
                 given = f"sequence {short} has {needed[short]} keys past its prefix and {there[short]} places in token_pos_in_items_ptr"
                 raise ValueError(f"{name}: {given}; give each of them its place in its item, with token_pos_in_items_len the most of any sequence")
         position = position.to(self.device, torch.int32, copy=True).flatten()
         position = torch.nn.functional.pad(position, (0, max(0, batch * width - count)))[: batch * width].view(batch, width)
-        self._item = Items(prefix.reshape(batch).to(self.device, torch.int32, copy=True), position)
+        item = Items(prefix.reshape(batch).to(self.device, torch.int32, copy=True), position)
+        if self._use_cuda_graph:  # a graph holds the addresses of the first plan's
+            kept = self.__dict__.setdefault("_items_kept", item)
+            if kept.position.shape != item.position.shape:
+                given = f"{width} places in an item for each of {batch} sequences"
+                raise ValueError(f"{name}: {given} in a wrapper for CUDA graphs whose first plan had {list(kept.position.shape)}; give as many")
+            kept.prefix.copy_(item.prefix), kept.position.copy_(item.position)
+            item = kept
+        self._item = item
 
     def _custom(self) -> Mask | None:
-        if self._item is not None or not self._masked:
-            return self._item
-        bits, first = self._custom_mask_buf, self._mask_indptr_buf[:-1]
+        if self._item is not None:
+            made, tensors = Items, self._item.tensors
+        elif self._masked:
+            made, tensors = Bits, (self._custom_mask_buf, self._mask_indptr_buf[:-1])
+        else:
+            return None
         if self._use_cuda_graph:  # what kernels find out about a mask's tensors is found out anew in each replay
-            bits, first = bits.clone(), first.clone()
-        return Bits(bits, first)
+            tensors = (t.clone() for t in tensors)
+        return made(*tensors)
 
     def _dtypes(self, q_data_type, kv_data_type, o_data_type) -> None:
         self._q_dtype = dtype_of(q_data_type)

@@ -9,7 +9,8 @@ would make 512 threads, of which ptxas gives none the 154 registers that a produ
 A thread has two rows of a piece of 128 columns, of which 16 codes side by side become 32 bytes in two stores. Eight lanes store at once: four of a row, which
 take every other 16 bytes of 128, and four of the next row, which shared memory's swizzling leads to those between: no bank is met twice. (Of one row, they
 would meet each twice, where products leave shared memory no time to spare.) What goes through the loop are words of four codes: single bytes are taken apart
-there and put together anew. A pair of blocks is 512 codes a thread and 2,486 instructions, of 5,500 cycles that a pair takes.
+there and put together anew. A pair of blocks is 512 codes a thread and 2,486 instructions, in 7,600 cycles, where the products of a pair take 5,500: these
+warps are what is waited for (docs/measured/mla.md).
 """
 
 from onchip.kernels.attention.latent_merge import pairs_of, share_of
