@@ -124,6 +124,6 @@ def test_kernels_by_name():
     with pytest.raises(Unsupported, match=r"^attend_latent: kernel 'hopper_mla_codes' has no gradient, and no place in a compiled graph; leave"):
         attend_latent(q, packed, table, lengths, kernel="hopper_mla_codes")
     with pytest.raises(
-        Unsupported, match="^attend_latent: no kernel is named 'hoper_mla_codes'; it has hopper_mla_codes, bf16_of_latent, blocked, reference, and"
+        Unsupported, match=r"^attend_latent: no kernel is named 'hoper_mla_codes'; it has hopper_mla_codes, bf16_of_latent, blocked, reference, and"
     ):
         attend_latent(q.detach(), packed, table, lengths, kernel="hoper_mla_codes")
