@@ -482,6 +482,13 @@ Requests.TestCase.settings = settings(max_examples=60, deadline=None)
 TestRequests = Requests.TestCase
 
 
+@pytest.mark.wide
+class TestManyRequests(Requests.TestCase):
+    """Up to 100,000 operations, of which hypothesis finds the fewest that fail."""
+
+    settings = settings(max_examples=500, stateful_step_count=200, deadline=None)
+
+
 @pytest.mark.parametrize(("page", "slots"), [(1, 0), (2, 6)])
 def test_a_hundred_thousand_operations(page, slots):
     """Half of them for each kind of tree; counts of holders are looked at after each, the whole tree after every 50th."""
