@@ -219,6 +219,7 @@ def test_latent_problem():
     assert "latent" in p.extras and "latent" not in apart.extras
     assert DECODE.cost(apart).bytes - DECODE.cost(p).bytes == 2 * 512 * 2 * p.len_k
     assert select(p, GPUS["H200"]).kernel.name == "hopper_mla"
+    assert select(p, GPUS["H200"]).kernel.load() is hopper_mla.launch
     assert any("memory of their own" in why for why in KERNEL.refuses(apart, GPUS["H200"]))
     for other in (p._replace(mask=Causal("top_left")), p._replace(page=4), p._replace(dtype=torch.float32), p._replace(extras=("latent", "sinks"))):
         assert KERNEL.refuses(other, GPUS["H200"])

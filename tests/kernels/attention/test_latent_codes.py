@@ -185,7 +185,8 @@ def test_compiled(page, len_q, spills):
 def test_menu():
     c = Case((300, 20), heads=128)
     p, _ = problem(c, *call_of(c))
-    assert select(p, GPUS["H200"]).kernel is KERNEL
+    chosen = select(p, GPUS["H200"])
+    assert chosen.kernel is KERNEL and isinstance(chosen.config, hopper_mla.Grid) and chosen.kernel.load() is hopper_mla.launch
     decode = p._replace(op="decode")
     assert LATENT.cost(p).flops == LATENT.cost(decode).flops
     assert LATENT.cost(decode).bytes - LATENT.cost(p).bytes == 2 * (1152 - 656) * p.len_k
