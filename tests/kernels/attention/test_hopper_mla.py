@@ -58,18 +58,26 @@ class Case(NamedTuple):
         return " ".join(changed).replace("torch.", "")
 
 
-def call_of(c: Case, device="cpu"):
-    """Queries and a latent cache on shuffled pages. What nobody uses holds NaN, entries of the table beyond a sequence name no page."""
-    used = [-(-n // c.page) for n in c.lengths]
+def laid_out(lengths: tuple[int, ...], page: int) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+    """Sequences on shuffled pages: how many pages there are, two of which are nobody's; their table, whose entries beyond a sequence name no page; the slots
+    of each."""
+    used = [-(-n // page) for n in lengths]
     order = torch.randperm(sum(used) + 2, dtype=torch.int32)
-    latent = torch.full((len(order), c.page, 1, 576), torch.nan, dtype=c.dtype)
-    table = torch.full((len(used), max(1, *used) + 1), NOWHERE, dtype=torch.int32)
-    for row, n, own in zip(table, c.lengths, order[: sum(used)].split(used), strict=True):
-        slots = (own[:, None].long() * c.page + torch.arange(c.page)).flatten()[:n]
-        steep = 1 + c.steep * torch.arange(n).flip(0)[:, None, None]
-        latent.flatten(0, 1)[slots] = (torch.randn(n, 1, 576) * steep).to(c.dtype)
+    table, slots = torch.full((len(used), max(1, *used) + 1), NOWHERE, dtype=torch.int32), []
+    for row, n, own in zip(table, lengths, order[: sum(used)].split(used), strict=True):
         row[: len(own)] = own
-    q = torch.randn(len(used), c.len_q, c.heads, 576).to(c.dtype)
+        slots.append((own[:, None].long() * page + torch.arange(page)).flatten()[:n])
+    return len(order), table, slots
+
+
+def call_of(c: Case, device="cpu"):
+    """Queries and a latent cache on shuffled pages. What nobody uses holds NaN."""
+    pages, table, slots = laid_out(c.lengths, c.page)
+    latent = torch.full((pages, c.page, 1, 576), torch.nan, dtype=c.dtype)
+    for n, own in zip(c.lengths, slots, strict=True):
+        steep = 1 + c.steep * torch.arange(n).flip(0)[:, None, None]
+        latent.flatten(0, 1)[own] = (torch.randn(n, 1, 576) * steep).to(c.dtype)
+    q = torch.randn(len(slots), c.len_q, c.heads, 576).to(c.dtype)
     latent = latent.to(device)
     return q.to(device), PagedKV(latent, latent[..., :512], table.to(device), torch.tensor(c.lengths, dtype=torch.int32, device=device))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from offline_attention import launched, meta
-from test_hopper_mla import SOURCES, emulates
+from test_hopper_mla import SOURCES, emulates, laid_out
 from test_hopper_paged import NOWHERE, Strict
 
 import onchip
@@ -44,21 +44,16 @@ class Case(NamedTuple):
 
 
 def call_of(c: Case, device="cpu"):
-    """Queries and a packed cache on shuffled pages, of tiles of 128 columns that differ in size. What nobody uses holds bytes of NaN, entries of the table
-    beyond a sequence name no page."""
-    used = [-(-n // c.page) for n in c.lengths]
-    order = torch.randperm(sum(used) + 2, dtype=torch.int32)
-    pool = torch.full((len(order), c.page * 656 + c.apart), 255, dtype=torch.uint8)
+    """Queries and a packed cache on shuffled pages, of tiles of 128 columns that differ in size. What nobody uses holds bytes of NaN."""
+    pages, table, slots = laid_out(c.lengths, c.page)
+    pool = torch.full((pages, c.page * 656 + c.apart), 255, dtype=torch.uint8)
     packed = pool[:, : c.page * 656].unflatten(1, (c.page, 1, 656))
-    table = torch.full((len(used), max(1, *used) + 1), NOWHERE, dtype=torch.int32)
     spread = torch.tensor([1.0, 0.25, 2.0, 0.5]).repeat_interleave(128)
-    for row, n, own in zip(table, c.lengths, order[: sum(used)].split(used), strict=True):
-        slots = (own[:, None].long() * c.page + torch.arange(c.page)).flatten()[:n]
+    for n, own in zip(c.lengths, slots, strict=True):
         latent = torch.randn(n, 1, 576)
         latent[..., :512] *= spread
-        packed[slots // c.page, slots % c.page] = quantise_latent(latent.to(BF16))
-        row[: len(own)] = own
-    q = torch.randn(len(used), c.len_q, c.heads, 576).to(BF16)
+        packed[own // c.page, own % c.page] = quantise_latent(latent.to(BF16))
+    q = torch.randn(len(slots), c.len_q, c.heads, 576).to(BF16)
     pool = pool.to(device)
     packed = pool[:, : c.page * 656].unflatten(1, (c.page, 1, 656))
     return q.to(device), PagedKV(packed, packed, table.to(device), torch.tensor(c.lengths, dtype=torch.int32, device=device))

@@ -49,7 +49,7 @@ class Prefill:
         self._float_workspace_buffer, self.device = float_workspace_buffer, float_workspace_buffer.device
         self._kv_layout, self._backend = kv_layout, backend
         self._custom_mask_buf, self._mask_indptr_buf = masks
-        self._way, self._most_rows = None, None
+        self._way, self._most_rows, self._kept_item = None, None, None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -139,7 +139,7 @@ class Prefill:
         position = torch.nn.functional.pad(position, (0, max(0, batch * width - count)))[: batch * width].view(batch, width)
         item = Items(prefix.reshape(batch).to(self.device, torch.int32, copy=True), position)
         if self._use_cuda_graph:  # a graph holds the addresses of the first plan's
-            kept = self.__dict__.setdefault("_items_kept", item)
+            kept = self._kept_item = item if self._kept_item is None else self._kept_item
             if kept.position.shape != item.position.shape:
                 given = f"{width} places in an item for each of {batch} sequences"
                 raise ValueError(f"{name}: {given} in a wrapper for CUDA graphs whose first plan had {list(kept.position.shape)}; give as many")
