@@ -451,3 +451,36 @@ def test_codes_by_arithmetic(device, monkeypatch):
     monkeypatch.setattr(norm, "of", lambda _: facts)
     again, _ = rms_norm(x, weight, after=RowCodes("e4m3"), kernel="triton_norm")
     assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("form", ["rms", "stream"])
+def test_few_rows_start_early(rows, form, device, monkeypatch):
+    """Norms of few rows, each of what the one before and an addition between them wrote, captured or not: the bits of norms that start in turn."""
+    from onchip.kernels.fused import norm
+
+    x, weights = torch.randn(rows, 4096, dtype=BF16, device=device), torch.rand(40, 4096, dtype=BF16, device=device) + 0.5
+    stream = torch.empty_like(x)
+
+    def chain():
+        y = x + 0
+        stream.copy_(x)
+        for n, weight in enumerate(weights):
+            y = rms_norm(y, weight, kernel="triton_norm") if form == "rms" else rms_norm(y, weight, residual=stream, kernel="triton_norm")[0]
+            if n % 3 == 0:
+                stream.add_(y)
+        return y, stream.clone()
+
+    found = []
+    for early in (norm.starts_early, lambda x: False):
+        monkeypatch.setattr(norm, "starts_early", early)
+        found += [chain()]
+        if x.is_cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = chain()
+            for _ in range(20):
+                graph.replay()
+                found += [tuple(t.clone() for t in captured)]
+    assert all(torch.equal(a, b) for pair in found for a, b in zip(pair, found[-1], strict=True))

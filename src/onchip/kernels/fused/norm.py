@@ -44,6 +44,7 @@ from onchip.kernels.fused.norm_tile import (
     weighed,
     widened,
 )
+from onchip.kernels.launch import starts_early
 from onchip.kernels.meeting import BOTH, FIRST, SECOND
 
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
@@ -163,8 +164,11 @@ def _norm(
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
     rows, width, sets, down, apart, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
     CODES: tl.constexpr, LARGEST: tl.constexpr, PHASE: tl.constexpr, PIECES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:  # waits before it reads or writes anything, in every program, so whoever comes after finds all that came before, whenever that one starts
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     PIECE: tl.constexpr = PARTS * BLOCK
     ALONE: tl.constexpr = CTAS == 1 and word_ptr is None and not HELD
     KEPT: tl.constexpr = CLUSTER and (HELD or CTAS > 1)
@@ -350,7 +354,8 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
         given |= {"CODES": "bits" if norm.codes == "e4m3" and not converts else norm.codes, "LARGEST": coded[1] if coded else 0.0}
         grid = (norm.sets * triton.cdiv(rows // norm.sets, config.rows) * meeting["pieces"],)
         tile = {"ROWS": config.rows, "PARTS": config.parts, "BLOCK": config.block, "HELD": config.registers > 0, "num_warps": config.warps}
-        tile |= options(config)
+        early = 4 * grid[0] <= facts.sms and config.ctas == 1 and starts_early(x)  # more programs would stand in the way of the kernel before
+        tile |= options(config) | {"EARLY": early} | ({"launch_pdl": True} if early else {})
         for phase in (BOTH,) if meeting["pieces"] == 1 else (FIRST, SECOND):
             _norm[grid](**given, PHASE=phase, CTAS=config.ctas, CLUSTER=x.device.type == "cuda", **tile)
     return Normed(y, total, mean, rstd, scale)
