@@ -75,7 +75,7 @@ def norm_facts(kernel, tiles, width, dtype, there, words, arch, codes=""):
     values = {"LAYER": words.startswith("layer"), "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "CODES": codes, "LARGEST": 0.0, "INVERSE": False}
     values |= {"ROWS": tiles.rows, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": getattr(tiles, "stages", 1), "PIECES": triton.next_power_of_2(pieces)}
     values |= {"LAG": getattr(tiles, "lag", 0) if pieces > 1 else 0, "CTAS": ctas, "CLUSTER": True, "HELD": getattr(tiles, "registers", 0) > 0}
-    values |= {"offset": None, "HOPPER": arch == "sm_90"}
+    values |= {"offset": None, "HOPPER": arch == "sm_90", "EARLY": arch == "sm_90" and ctas == 1}
     values |= {"PHASE": BOTH if arch.startswith("sm") or pieces == 1 else SECOND} | ({"pieces": 1} if pieces == 1 else {})
     names = kernel.arg_names
     constexprs = {name: values[name] for name in names if name in values} | {name: None for name in names if name.endswith("_ptr") and name not in there}
@@ -106,6 +106,9 @@ def test_norm(form, rows, width, dtype, arch):
     facts = norm_facts(norm._norm, tiles, width, dtype, there, words, arch)
     check(facts, arch)
     assert facts.ptx.count("barrier.cluster.wait") == (tiles.ctas > 1), "the exchange was written more than once: its result is wanted in two layouts"
+    if arch == "sm_90" and tiles.ctas == 1:
+        before, _ = facts.ptx.split("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in before and "ld.global" not in before and "st.global" not in before
 
 
 STAYS = [("norm", "rms", 1 << 18), ("norm", "layer", 1 << 17), ("norm_backward", "rms", 1 << 17), ("norm_backward", "layer", 1 << 18)]
