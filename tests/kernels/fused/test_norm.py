@@ -8,6 +8,7 @@ from judge import assert_as_good_as_torch, poisoned
 from onchip.core.device import gpu
 from onchip.core.problem import Rows
 from onchip.kernels.fused import RMS_NORM
+from onchip.kernels.fused.formulas import FEW
 from onchip.ops.norm import NORMS, rms_norm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -163,3 +164,15 @@ def test_shapes_that_disagree(device):
         rms_norm(x, torch.ones(4, device=device))
     with pytest.raises(ValueError, match="must be equal"):
         rms_norm(x, torch.ones(8, device=device), residual=x[:1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64])
+@pytest.mark.parametrize("width", [64, 576, 1001])
+def test_plain_rows_have_the_bits_of_few(width, dtype):
+    """In plain torch a row has the same bits alone, among few, which torch's own norm takes, and among many."""
+    many = FEW // width + 1
+    x, weight = torch.randn(many, width).to(dtype), torch.rand(width).to(dtype)
+    whole = rms_norm(x, weight, kernel="reference")
+    assert x[:7].numel() <= FEW < x.numel()
+    assert torch.equal(rms_norm(x[:7], weight, kernel="reference"), whole[:7])
+    assert torch.equal(torch.cat([rms_norm(row[None], weight, kernel="reference") for row in x[:7]]), whole[:7])

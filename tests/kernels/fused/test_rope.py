@@ -170,6 +170,17 @@ def test_oracle_is_the_formula(problem, device):
     torch.testing.assert_close(torch.cat((q, k), 1), expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize(("first", "more"), [(0, 0), (1, 0), (0, 1)])
+def test_neighbours_that_are_no_complex_numbers(first, more):
+    """Rows that begin at odd places are turned by copies: the same bits."""
+    table, positions = torch.rand(POSITIONS, 64), torch.tensor([3, 60, 7])
+    alike, odd = (torch.zeros(first + 3 * (320 + more))[first:].view(3, 320 + more)[:, :320] for first, more in ((0, 0), (first, more)))
+    alike.copy_(torch.randn(3, 320))
+    odd.copy_(alike)
+    found, expected = (rope_append(x, table, positions, (3, 1), layout="interleaved", kernel="reference")[:2] for x in (odd, alike))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nothing_is_written_when_every_slot_is_skipped(kernel, device):
     p = Rope("rope_append", 4, 2, 1, 32, 32, FP32, "neox", False, True)
