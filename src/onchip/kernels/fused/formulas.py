@@ -26,15 +26,16 @@ def angles(rows: Tensor, exact: torch.dtype, p: Rope) -> tuple[Tensor, ...]:
 
 
 def turn(x: Tensor, y: Tensor, by: tuple[Tensor, ...], p: Rope) -> None:
-    """The first columns of x [..., dim] become the pairs of y turned by their angles; of neighbours in a third of the time, as complex numbers."""
+    """The first columns of x [..., dim] become the pairs of y turned by their angles; of neighbours in a third of the time, as complex numbers: where they lie
+    if y is x and each begins at an even place, as torch asks of complex numbers."""
     half, exact = p.rotary_dim // 2, by[0].real.dtype
     if p.layout == "neox":
         (cos, sin), a, b = by, y[..., :half].to(exact), y[..., half : 2 * half].to(exact)
         x[..., :half], x[..., half : 2 * half] = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
+        return
+    pairs = x[..., : 2 * half].view(*x.shape[:-1], half, 2)
+    if y is x and x.dtype == exact and not any(n % 2 for n in (*pairs.stride()[:-1], pairs.storage_offset())):
+        torch.view_as_complex(pairs).mul_(by[0])
     else:
-        pairs = x[..., : 2 * half].view(*x.shape[:-1], half, 2)
-        if y is x and x.dtype == exact and not any(n % 2 for n in (*pairs.stride()[:-1], pairs.storage_offset())):
-            torch.view_as_complex(pairs).mul_(by[0])
-            return
         given = pairs if y is x else y[..., : 2 * half].view(*y.shape[:-1], half, 2)
         pairs.copy_(torch.view_as_real(torch.view_as_complex(given.to(exact).contiguous()) * by[0]))
