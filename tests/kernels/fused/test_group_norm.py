@@ -91,20 +91,25 @@ def test_large(case, dtype, kernel, device):
 
 def cut(monkeypatch, sms=132, held=32, **knobs):
     """Both passes cut as asked, like much larger problems; what has not been written is NaN."""
-    from onchip.kernels.fused import group_norm, group_norm_backward, group_tile
+    from onchip.kernels.fused import group_last, group_norm, group_norm_backward, group_tile
 
     for module, tensors in ((group_norm, 1), (group_norm_backward, 2)):
 
         def configs(problem, device, tensors=tensors):
-            last = problem.layout == "channels_last"
-            more = {} if last else {"most": 64, "alone": 0}
-            tiles = (group_tile.last if last else group_tile.first)(problem, replace(device, sms=sms), tensors, tensors == 1, warps=1, **more, **knobs)
-            assert tiles.team > 1
+            if problem.layout == "channels_last":
+                tiles = group_last.cut(problem, warps=1, **knobs)
+                assert tiles.ranges > 1
+            else:
+                tiles = group_tile.first(problem, replace(device, sms=sms), tensors, tensors == 1, warps=1, most=64, alone=0, **knobs)
+                assert tiles.team > 1
             return [tiles]
 
         monkeypatch.setattr(module, "configs", configs)
-        monkeypatch.setattr(group_norm, "MOST", SimpleNamespace(value=held))
+    monkeypatch.setattr(group_norm, "MOST", SimpleNamespace(value=held))
+    for module in (group_last, group_norm, group_norm_backward):
         monkeypatch.setattr(module, "scratch", lambda x, *shape: poisoned(shape, torch.float32, x.device))
+    for name in ("AHEAD", "FOLD"):  # a writer right behind those that sum up, and a merge of a few numbers at a time
+        monkeypatch.setattr(group_last, name, 8)
     onchip.dispatch.forget()
 
 
@@ -114,8 +119,11 @@ CUTS = {  # what they try: shape, groups, act, layout, knobs
     "several channels a tile": ((1, 40, 4, 4), 2, "silu", "first", {"hold": 256}),
     "read twice": ((1, 4, 32, 16), 2, "mish", "first", {"hold": 256, "sms": 3, "held": 1}),
     "read twice, runs torn": ((1, 6, 37, 5), 2, "", "first", {"hold": 256, "sms": 2, "held": 1}),
-    "last": ((2, 6, 8, 8), 3, "silu", "last", {"hold": 512}),
-    "last, read twice": ((1, 80, 9, 4), 5, "mish", "last", {"hold": 1024, "sms": 3}),
+    "last": ((2, 6, 8, 8), 3, "silu", "last", {"share": 16}),
+    "last, whole": ((3, 64, 4, 8), 4, "silu", "last", {"share": 16}),
+    "last, groups over blocks": ((1, 130, 5, 4), 13, "mish", "last", {"share": 8}),
+    "last, a group of blocks": ((2, 160, 3, 3), 1, "silu", "last", {"share": 4}),
+    "last, a group a channel": ((1, 72, 6, 6), 72, "", "last", {"share": 16}),
 }
 
 
@@ -166,8 +174,11 @@ def test_how_shapes_are_cut():
             assert tiles.team > 1 and (tiles.team - 1) * tiles.share < runs <= tiles.team * tiles.share
             assert tiles.team <= h200.sms if module is group_norm_backward else tiles.share * tiles.span == tiles.held * tiles.rows
             assert tiles.held * tiles.rows * tiles.cols <= 1 << 16 and tiles.cut == ("torn" if problem is odd else "full")
-    (last,) = group_norm.configs(vae._replace(layout="channels_last"), h200)
-    assert last.cols * last.span == 128 and last.share == last.rows and (last.team - 1) * last.share < vae.pixels <= last.team * last.share
+    for module in (group_norm, group_norm_backward):
+        (last,) = module.configs(unet._replace(layout="channels_last", op=module.__name__.split(".")[-1]), h200)
+        assert (last.warps, last.share, last.ranges, last.whole) == (4, 128, 2, True)
+        (last,) = module.configs(vae._replace(layout="channels_last", op=module.__name__.split(".")[-1]), h200)
+        assert last.warps == 16 and 128 < 2 * last.ranges <= 2 * h200.sms  # all of those that sum up are running at once
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,12 +1,11 @@
 """GroupNorm and its activation: y = act((x - mean) / sqrt(var + eps) * weight + bias), mean and var of a group of channels of a sample.
 
-A group of up to 1 MB is held in registers, by one program or by a team that meets half way (`meeting.py`). A larger one, and a sample whose channels come
-last, is read twice by programs that hold nothing: by those that sum it up, of which the last to be done merges what all have found (Chan, Golub and LeVeque,
-1983) and tells the others, and a little later, from the L2 cache, by those that write y. These wait for programs that a GPU starts before them, and the
-first for none, so that there may be any number of them. L2 is told to let y and what is read again go before what has been summed up. Where channels come
-last, sums of channels are folded into groups.
+A group of up to 1 MB is held in registers, by one program or by a team that meets half way (`meeting.py`). A larger one is read twice by programs that hold
+nothing: by those that sum it up, of which the last to be done merges what all have found (Chan, Golub and LeVeque, 1983) and tells the others, and a little
+later, from the L2 cache, by those that write y. These wait for programs that a GPU starts before them, and the first for none, so that there may be any
+number of them. L2 is told to let y and what is read again go before what has been summed up.
 Bytes moved: the floor, x and y once each, as long as the L2 cache keeps what has been summed up until it is read again.
-On Hopper groups of more than 4 MB are `group_stay.py`'s.
+Where channels come last see `group_last.py`. On Hopper groups of more than 4 MB are `group_stay.py`'s.
 """
 
 import torch
@@ -15,45 +14,26 @@ import triton.language as tl
 
 from onchip.core.device import Device, of
 from onchip.core.problem import Groups
-from onchip.kernels.curves import activated
-from onchip.kernels.fused import group_stay
+from onchip.kernels.fused import group_last, group_stay
 from onchip.kernels.fused.group_tile import (
+    TINY,
     Tiles,
-    across,
+    act_of,
     arguments,
     before,
-    block,
+    comes_last,
     first,
     hold,
-    last,
     of_channel,
-    partial,
-    parts,
-    quick_sigmoid,
+    role,
     scratch,
     silu_of,
-    spread,
     tile,
     wide,
 )
 from onchip.kernels.meeting import BOTH, BOTH_AMD, FIRST, MOST, SECOND, hear, phases, tell
 
 # ---- device
-
-TINY = tl.constexpr(1.2e-38)  # makes no difference, but of two zeros a word that says something
-
-
-@triton.jit
-def _y(x, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
-    """w is weight / deviation."""
-    u = x * w + b
-    if y_ptr.dtype.element_ty.primitive_bitwidth == 32:
-        u = activated(u, ACT)
-    elif ACT == "silu":
-        u = u * quick_sigmoid(u, WORDS)
-    else:
-        u = activated(u, ACT, QUICK=True)
-    return u.to(y_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -114,8 +94,8 @@ def _write(
             x = wide(held[turn * SPAN + s], pixels >> 31, WORDS)
             if FAR:  # the mean goes off first: a product of thousands would be rounded before it does
                 x -= mean
-            y = silu_of(x * w + b).to(y_ptr.dtype.element_ty) if SILU else _y(x, w, b, y_ptr, ACT, WORDS)
-            tl.store(y_ptr + at, y, mask=inside, eviction_policy=KEEP)
+            y = silu_of(x * w + b) if SILU else act_of(x * w + b, ACT, not FAR, WORDS)
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside, eviction_policy=KEEP)
 
 
 @triton.jit
@@ -153,24 +133,6 @@ def _held(
 
 
 @triton.jit
-def _role(team, lag):
-    """(unit, member, whether it writes) of a program: members of a unit sum it up, then those write that is `lag` units behind."""
-    turn = tl.program_id(0) // (2 * team)
-    place = tl.program_id(0) % (2 * team)
-    writes = place >= team
-    return tl.where(writes, turn - lag, turn), place % team, writes
-
-
-@triton.jit
-def _is_last(count_ptr, team):
-    """Whether all others of a team have been here; then what they have stored before may be read."""
-    tl.debug_barrier()
-    behind = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
-    return behind == team - 1
-
-
-@triton.jit
 def _told(word_ptr, mean_ptr, rstd_ptr, at, there, mean, square, count, eps):
     """What is found of groups goes to those that write, and to memory if it is kept."""
     rstd = tl.rsqrt(square / count + eps)
@@ -187,7 +149,7 @@ def _twice(
 ):  # fmt: skip
     """A member's share of a group whose channels come first, to be summed up or written."""
     RUN: tl.constexpr = CUT[2] * CUT[1]
-    unit, member, writes = _role(team, lag)
+    unit, member, writes = role(team, lag)
     if (unit < 0) | (unit >= units):
         return
     runs = each * pieces
@@ -207,7 +169,7 @@ def _twice(
         part_ptr += unit.to(tl.int64) * team * 2
         tl.store(part_ptr + member * 2, mean)
         tl.store(part_ptr + member * 2 + 1, square)
-        if _is_last(count_ptr + unit, team):
+        if comes_last(count_ptr + unit, team):
             about = tl.load(part_ptr)
             total = tl.zeros([1024], tl.float32)
             squares = tl.zeros([1024], tl.float32)
@@ -222,123 +184,25 @@ def _twice(
             _told(word_ptr, mean_ptr, rstd_ptr, unit, None, about + off_mean, square, size, eps)
 
 
-@triton.jit
-def _merged(mean_ptr, square_ptr, groups, each, pixels, share, team, GROUPS: tl.constexpr):
-    """Mean and square deviations of a sample's groups from those of its members, [GROUPS]."""
-    TEAM: tl.constexpr = max(1, 2048 // GROUPS)
-    g = tl.arange(0, GROUPS)[None, :]
-    about = tl.load(mean_ptr + g, mask=g < groups, other=0.0)
-    total = tl.zeros([TEAM, GROUPS], tl.float32)
-    squares = tl.zeros([TEAM, GROUPS], tl.float32)
-    for t0 in range(0, team, TEAM):
-        t = t0 + tl.arange(0, TEAM)[:, None]
-        inside = (t < team) & (g < groups)
-        count = tl.minimum(pixels - t * share, share).to(tl.float32)
-        off = tl.where(inside, tl.load(mean_ptr + t * groups + g, mask=inside, other=0.0) - about, 0.0)
-        total += count * off
-        squares += tl.load(square_ptr + t * groups + g, mask=inside, other=0.0) + count * each * off * off
-    off = tl.sum(total, 0) / pixels
-    square = tl.maximum(tl.sum(squares, 0) - (pixels.to(tl.float32) * each) * off * off, 0.0)
-    return tl.sum(about, 0) + off, square
-
-
-@triton.jit
-def _twice_last(
-    x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, own_ptr, part_mean_ptr, part_square_ptr, word_ptr, count_ptr, eps,
-    channels, pixels, units, groups, each, share, team, lag,
-    ACT: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
-    WORDS: tl.constexpr, PHASE: tl.constexpr,
-):  # fmt: skip
-    """A member's share of a sample whose channels come last, to be summed up or written: pixels with all their channels."""
-    COLS: tl.constexpr = CUT[1]
-    BLOCKS: tl.constexpr = CUT[2]
-    COUNT: tl.constexpr = PARTS[0]
-    unit, member, writes = _role(team, lag)
-    if (unit < 0) | (unit >= units):
-        return
-    begin = member * share
-    own = tl.minimum(share, pixels - begin)  # pixels
-    start = (unit.to(tl.int64) * pixels + begin) * channels
-    x_ptr += start
-    y_ptr += start
-    FAR: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    g = tl.arange(0, GROUPS)
-    at_g = unit.to(tl.int64) * groups + g
-    own_ptr += (unit.to(tl.int64) * team + member) * channels * max(4, 2 * COUNT)
-    if writes:
-        held = ()
-        for k in tl.static_range(BLOCKS):
-            at, inside = block(0, k, own, channels, CUT)
-            held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first"),)
-        mean, rstd = hear(word_ptr + unit.to(tl.int64) * groups, groups, GROUPS, PHASE)
-        if FAR:  # the mean goes off first: a product of thousands would be rounded before it does
-            spread(own_ptr + 2 * channels, mean, mean, None, None, channels, groups, each)
-            spread(own_ptr, rstd, tl.zeros_like(mean), w_ptr, b_ptr, channels, groups, each)
-        else:
-            spread(own_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
-        for k in tl.static_range(BLOCKS):
-            w, b = across(own_ptr, k, channels, CUT), across(own_ptr + channels, k, channels, CUT)
-            at, inside = block(0, k, own, channels, CUT)
-            x = wide(held[k], pixels >> 31, WORDS)
-            if FAR:
-                x -= across(own_ptr + 2 * channels, k, channels, CUT)
-            tl.store(y_ptr + at, _y(x, w, b, y_ptr, ACT, WORDS), mask=inside, eviction_policy="evict_first")
-    else:
-        held = ()
-        for k in tl.static_range(BLOCKS):
-            at, inside = block(0, k, own, channels, CUT)
-            held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last"),)
-        part = tl.arange(0, COUNT)[:, None]
-        for k in tl.static_range(BLOCKS):
-            about = across(x_ptr, k, channels, CUT).to(tl.float32)  # the first pixel
-            _, inside = block(0, k, own, channels, CUT)
-            off = tl.where(inside, wide(held[k], 0, WORDS) - about, 0.0)
-            c = k * COLS + tl.arange(0, COLS)[None, :]
-            tl.store(own_ptr + part * channels + c, partial(off, PARTS), mask=c < channels)
-            tl.store(own_ptr + (COUNT + part) * channels + c, partial(off * off, PARTS), mask=c < channels)
-        tl.debug_barrier()
-        i = tl.arange(0, EACH)[None, :]
-        inside_g = (i < each) & (g[:, None] < groups)
-        c_g = g[:, None] * each + i
-        off_c = tl.zeros([GROUPS, EACH], tl.float32)
-        square = tl.zeros([GROUPS, EACH], tl.float32)
-        for n in tl.static_range(COUNT):
-            off_c += tl.load(own_ptr + n * channels + c_g, mask=inside_g, other=0.0)
-            square += tl.load(own_ptr + (COUNT + n) * channels + c_g, mask=inside_g, other=0.0)
-        off_c = off_c / own
-        square = tl.maximum(square - own * off_c * off_c, 0.0)
-        means = tl.load(x_ptr + c_g, mask=inside_g, other=0.0).to(tl.float32) + off_c
-        mean = tl.sum(means, 1) / each
-        off_g = tl.where(inside_g, means - mean[:, None], 0.0)
-        square = tl.sum(square + own * off_g * off_g, 1)
-        parts = unit.to(tl.int64) * team * groups
-        tl.store(part_mean_ptr + parts + member * groups + g, mean, mask=g < groups)
-        tl.store(part_square_ptr + parts + member * groups + g, square, mask=g < groups)
-        if _is_last(count_ptr + unit, team):
-            mean, square = _merged(part_mean_ptr + parts, part_square_ptr + parts, groups, each, pixels, share, team, GROUPS)
-            _told(word_ptr, mean_ptr, rstd_ptr, at_g, g < groups, mean, square, pixels.to(tl.float32) * each, eps)
-
-
 # ---- host
 
-SHARE = 32 << 10  # bytes of a program where channels come first (1x128x1024x1024: 176 us; 16 KB 209, 64 KB 258)
-SHARE_LAST, WARPS_LAST = 40 << 10, 4  # where they come last: what a warp does once is most of the time (16x320x64x64: 40.2 us; 8 warps 51, 20 KB 57)
+SHARE = 32 << 10  # bytes of a program (1x128x1024x1024: 176 us; 16 KB 209, 64 KB 258)
 AHEAD = 8  # programs for each multiprocessor that are begun before what they have summed up is read again (1x512x256x256: 47.1 us; 4 53.7, 16 50.7)
 
 
-def configs(problem: Groups, device: Device) -> list[Tiles | group_stay.Tiles]:
+def configs(problem: Groups, device: Device) -> list[Tiles | group_last.Tiles | group_stay.Tiles]:
+    if problem.layout == "channels_last":
+        return group_last.configs(problem, device)
     return [*group_stay.configs(problem, device), _tiles(problem, device)]
 
 
 def _tiles(problem: Groups, device: Device) -> Tiles:
-    if problem.layout == "channels_last":
-        return last(problem, device, 1, True, SHARE_LAST, WARPS_LAST)
     return first(problem, device, 1, True, SHARE)
 
 
 def launch(
     problem: Groups,
-    config: Tiles | group_stay.Tiles,
+    config: Tiles | group_last.Tiles | group_stay.Tiles,
     x: torch.Tensor,  # [batch, channels, pixels] or [batch, pixels, channels], contiguous
     weight: torch.Tensor | None,  # [channels]
     bias: torch.Tensor | None,
@@ -347,33 +211,29 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """y, and the groups' mean and 1 / deviation, float32 [batch, groups], if they are to be kept."""
     y, p, t = torch.empty_like(x), problem, config
-    is_last = p.layout == "channels_last"
     mean, rstd = (scratch(x, p.batch, p.groups) if keep else None for _ in range(2))
     if not x.numel():
         return y, mean, rstd
-    units = p.batch if is_last else p.batch * p.groups
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
-    if not isinstance(t, Tiles):
+    if isinstance(t, group_last.Tiles):
+        group_last.forward(p, t, x, y, weight, bias, eps, mean, rstd)
+        return y, mean, rstd
+    if isinstance(t, group_stay.Tiles):
         if x.data_ptr() % 16 == 0:  # as the copies want it
             group_stay.launch(p, t, x, y, weight, bias, eps, mean, rstd)
             return y, mean, rstd
         t = _tiles(p, of(x.device))
+    units = p.batch * p.groups
     given = {"x_ptr": x, "y_ptr": y, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd, "eps": eps} | arguments(p, t, x)
     given |= {"share": t.share, "team": t.team}
-    if not is_last and t.team <= MOST.value:
+    if t.team <= MOST.value:
         words = torch.zeros(units * t.team, dtype=torch.int64, device=x.device) if t.team > 1 else None
         for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
             _held[(units * t.team,)](**given, word_ptr=words, TEAM=triton.next_power_of_2(t.team), PHASE=phase)
         return y, mean, rstd
     # One that writes stands (2 lag + 1) teams behind who sums up the same place, which is at least AHEAD programs a multiprocessor.
     lag = min(units, triton.cdiv(max(AHEAD * of(x.device).sms - t.team, 1), 2 * t.team))
-    programs = 2 * t.team * (units + lag)
-    zeros = torch.zeros(units + p.batch * p.groups, dtype=torch.int64, device=x.device)  # counters, and words that say nothing yet
+    zeros = torch.zeros(2 * units, dtype=torch.int64, device=x.device)  # counters, and words that say nothing yet
     given |= {"units": units, "lag": lag, "count_ptr": zeros, "word_ptr": zeros[units:], "PHASE": (BOTH_AMD if torch.version.hip else BOTH).value}
-    if is_last:
-        part = scratch(x, 2, units * t.team, p.groups)
-        own = scratch(x, units * t.team, max(4, 2 * parts(p, t)[0]), p.channels)
-        _twice_last[(programs,)](**given, part_mean_ptr=part[0], part_square_ptr=part[1], own_ptr=own, PARTS=parts(p, t))
-    else:
-        _twice[(programs,)](**given, part_ptr=scratch(x, units * t.team, 2))
+    _twice[(2 * t.team * (units + lag),)](**given, part_ptr=scratch(x, units * t.team, 2))
     return y, mean, rstd

@@ -15,24 +15,9 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Groups
-from onchip.kernels.curves import slope
-from onchip.kernels.fused.group_tile import (
-    Tiles,
-    across,
-    arguments,
-    before,
-    block,
-    first,
-    last,
-    of_channel,
-    partial,
-    parts,
-    quick_sigmoid,
-    scratch,
-    spread,
-    tile,
-    wide,
-)
+from onchip.kernels.fused import group_last
+from onchip.kernels.fused.group_tile import Tiles, arguments, before, first, of_channel, scratch, slope_of, tile, wide
+from onchip.kernels.launch import starts_early
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, meet, phases
 
 # ---- device
@@ -45,20 +30,10 @@ def _loaded(ptr, at):
 
 
 @triton.jit
-def _slope(u, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
-    if QUICK and ACT == "silu":
-        s = quick_sigmoid(u, WORDS)
-        result = s * (1 + u * (1 - s))
-    else:
-        result = slope(u, ACT, QUICK=QUICK)
-    return result
-
-
-@triton.jit
 def _du(dy, x, mean, w, b, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
     """du and x - mean; w is weight / deviation."""
     off = x - mean
-    return dy * _slope(off * w + b, ACT, QUICK, WORDS), off
+    return dy * slope_of(off * w + b, ACT, QUICK, WORDS, False), off
 
 
 @triton.jit
@@ -83,10 +58,10 @@ def _finish(dy, x, du, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each
 
 
 @triton.jit
-def _backward_first(
+def _backward(
     dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, part_ptr, part_hat_ptr, count_ptr, pixels, groups, each, pieces, share, team,
     ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, KEEP: tl.constexpr, WORDS: tl.constexpr,
-    PHASE: tl.constexpr,
+    PHASE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a group: runs of channels that come first."""
     ROWS: tl.constexpr = CUT[0]
@@ -150,6 +125,8 @@ def _backward_first(
                 along += more_n
                 along_hat += more_hat_n
         one, two = tl.sum(along), tl.sum(along_hat)
+        if EARLY:  # of `_totals`, which waits
+            tl.extra.cuda.gdc_launch_dependents()
         if TEAM > 1:
             tl.store(part_ptr + unit * team + member, one)
             tl.store(part_hat_ptr + unit * team + member, two)
@@ -173,113 +150,10 @@ def _backward_first(
 
 
 @triton.jit
-def _backward_last(
-    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, own_ptr, table_ptr, part_ptr, part_hat_ptr, count_ptr,
-    channels, pixels, groups, each, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr,
-    PHASE: tl.constexpr,
-):  # fmt: skip
-    """A member's share of a sample: pixels with all their channels, which come last."""
-    ROWS: tl.constexpr = CUT[0]
-    COLS: tl.constexpr = CUT[1]
-    BLOCKS: tl.constexpr = CUT[2]
-    COUNT: tl.constexpr = PARTS[0]
-    QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    unit = tl.program_id(0) // team
-    member = tl.program_id(0) % team
-    begin = member * share
-    own = tl.minimum(share, pixels - begin)  # pixels
-    start = (unit.to(tl.int64) * pixels + begin) * channels
-    x_ptr += start
-    dy_ptr += start
-    dx_ptr += start
-    held_x = ()
-    held_dy = ()
-    for k in tl.static_range(BLOCKS):
-        at, inside = block(0, k, own, channels, CUT)
-        held_x += (tl.load(x_ptr + at, mask=inside, other=0.0),)
-        held_dy += (tl.load(dy_ptr + at, mask=inside, other=0.0),)
-    g = tl.arange(0, GROUPS)
-    mean = tl.load(mean_ptr + unit * groups + g, mask=g < groups, other=0.0)
-    rstd = tl.load(rstd_ptr + unit * groups + g, mask=g < groups, other=0.0)
-    table_ptr += unit.to(tl.int64) * channels * 4
-    spread(table_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
-    if PHASE != SECOND:
-        own_ptr += tl.program_id(0).to(tl.int64) * channels * (2 * COUNT)
-        part = tl.arange(0, COUNT)[:, None]
-        for k in tl.static_range(BLOCKS):
-            w, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
-            x = wide(held_x[k], 0, WORDS)
-            du = wide(held_dy[k], 0, WORDS) * _slope(x * w + b, ACT, QUICK, WORDS)
-            if STREAM:
-                sums = du
-                products = du * x
-                for p in tl.range(ROWS, own, ROWS, num_stages=3):
-                    at_p, inside_p = block(p, k, own, channels, CUT)
-                    x_p = tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32)
-                    du_p = tl.load(dy_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32) * _slope(x_p * w + b, ACT, QUICK, WORDS)
-                    sums += du_p
-                    products += du_p * x_p
-                of_du, of_x = partial(sums, PARTS), partial(products, PARTS)
-            else:
-                of_du, of_x = partial(du, PARTS), partial(du * x, PARTS)
-            c = k * COLS + tl.arange(0, COLS)[None, :]
-            tl.store(own_ptr + part * channels + c, of_du, mask=c < channels)
-            tl.store(own_ptr + (COUNT + part) * channels + c, of_x, mask=c < channels)
-        tl.debug_barrier()
-        i = tl.arange(0, EACH)[None, :]
-        inside_g = (i < each) & (g[:, None] < groups)
-        of_c = g[:, None] * each + i
-        sum_du = tl.zeros([GROUPS, EACH], tl.float32)
-        sum_x = tl.zeros([GROUPS, EACH], tl.float32)
-        for n in tl.static_range(COUNT):
-            sum_du += tl.load(own_ptr + n * channels + of_c, mask=inside_g, other=0.0)
-            sum_x += tl.load(own_ptr + (COUNT + n) * channels + of_c, mask=inside_g, other=0.0)
-        sum_hat = (sum_x - mean[:, None] * sum_du) * rstd[:, None]
-        at_c = (unit.to(tl.int64) * channels + of_c) * team + member
-        tl.store(du_ptr + at_c, sum_du, mask=inside_g)
-        tl.store(du_hat_ptr + at_c, sum_hat, mask=inside_g)
-        weight = of_channel(w_ptr, of_c, inside_g, 1.0)
-        at_g = tl.program_id(0).to(tl.int64) * groups + g
-        tl.store(part_ptr + at_g, tl.sum(tl.where(inside_g, sum_du * weight, 0.0), 1), mask=g < groups)
-        tl.store(part_hat_ptr + at_g, tl.sum(tl.where(inside_g, sum_hat * weight, 0.0), 1), mask=g < groups)
-        meet(count_ptr + unit, team, PHASE)
-    if PHASE != FIRST:
-        size = pixels.to(tl.float32) * each
-        part = unit.to(tl.int64) * team * groups
-        one = _added(part_ptr + part, groups, team, GROUPS) / size * rstd
-        two = _added(part_hat_ptr + part, groups, team, GROUPS) / size * rstd * rstd
-        spread(table_ptr + 2 * channels, two, mean * two - one, None, None, channels, groups, each)
-        for k in tl.static_range(BLOCKS):
-            w_2, b_2 = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
-            two_c, one_c = across(table_ptr + 2 * channels, k, channels, CUT), across(table_ptr + 3 * channels, k, channels, CUT)
-            at_2, inside_2 = block(0, k, own, channels, CUT)
-            x_2 = wide(held_x[k], groups >> 31, WORDS)
-            du_2 = wide(held_dy[k], groups >> 31, WORDS) * _slope(x_2 * w_2 + b_2, ACT, QUICK, WORDS)
-            tl.store(dx_ptr + at_2, (du_2 * w_2 - (x_2 * two_c + one_c)).to(dx_ptr.dtype.element_ty), mask=inside_2)
-            if STREAM:
-                for p in tl.range(ROWS, own, ROWS, num_stages=3):
-                    at_q, inside_q = block(p, k, own, channels, CUT)
-                    x_q = tl.load(x_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32)
-                    du_q = tl.load(dy_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32) * _slope(x_q * w_2 + b_2, ACT, QUICK, WORDS)
-                    tl.store(dx_ptr + at_q, (du_q * w_2 - (x_q * two_c + one_c)).to(dx_ptr.dtype.element_ty), mask=inside_q)
-
-
-@triton.jit
-def _added(part_ptr, groups, team, GROUPS: tl.constexpr):
-    """Sums of a sample's groups over its members, [GROUPS]."""
-    TEAM: tl.constexpr = 4096 // GROUPS if GROUPS < 256 else 16
-    g = tl.arange(0, GROUPS)[None, :]
-    total = tl.zeros([TEAM, GROUPS], tl.float32)
-    for t0 in range(0, team, TEAM):
-        t = t0 + tl.arange(0, TEAM)[:, None]
-        total += tl.load(part_ptr + t * groups + g, mask=(t < team) & (g < groups), other=0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: tl.constexpr, CHANNELS: tl.constexpr):
+def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr):
     """Sums [channels] of what channels have in samples and parts of them, [batch, channels, parts]."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[:, None]
     db = tl.zeros([CHANNELS, PARTS], tl.float32)
     dw = tl.zeros([CHANNELS, PARTS], tl.float32)
@@ -299,9 +173,9 @@ KEPT = ((32, 80), (64, 128))  # (numbers of a thread up to, registers), where du
 TOTALS = 256  # numbers of a program that adds up channels
 
 
-def configs(problem: Groups, device: Device) -> list[Tiles]:
+def configs(problem: Groups, device: Device) -> list[Tiles | group_last.Tiles]:
     if problem.layout == "channels_last":
-        return [last(problem, device, 2)]
+        return group_last.configs(problem, device)
     tiles = first(problem, device, 2)
     if _keeps(tiles) and problem.dtype.itemsize == 2:
         tiles = tiles._replace(registers=pick(KEPT, _numbers(tiles)))
@@ -325,7 +199,7 @@ def _keeps(t: Tiles) -> bool:
 
 def launch(
     problem: Groups,
-    config: Tiles,
+    config: Tiles | group_last.Tiles,
     dy: torch.Tensor,  # [batch, channels, pixels] or [batch, pixels, channels], contiguous
     x: torch.Tensor,
     mean: torch.Tensor,  # [batch, groups]
@@ -338,26 +212,26 @@ def launch(
     given = next((v.dtype for v in (weight, bias) if v is not None), x.dtype)
     if not x.numel():
         return dx, *torch.zeros((2, p.channels), dtype=given, device=x.device)
-    is_last = p.layout == "channels_last"
-    units = p.batch if is_last else p.batch * p.groups
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
-    call = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd}
-    call |= arguments(p, t, x) | {"share": t.share, "team": t.team, "STREAM": t.share > t.rows if is_last else _streams(t)}
-    call["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if is_last or t.team > 1 else None
-    runs = t.team if is_last else call["pieces"]
+    is_last, early = isinstance(t, group_last.Tiles), starts_early(x)
+    runs = t.ranges if is_last else triton.cdiv(p.pixels, t.cols * t.span)
     du, du_hat = scratch(x, 2, p.batch * p.channels * runs)
-    part = scratch(x, 2, units * t.team, p.groups if is_last else 1)
-    call |= {"du_ptr": du, "du_hat_ptr": du_hat, "part_ptr": part[0], "part_hat_ptr": part[1]}
     if is_last:
-        call |= {"own_ptr": scratch(x, units * t.team, 2 * parts(p, t)[0], p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
-        call["PARTS"] = parts(p, t)
+        group_last.backward(p, t, dy, x, dx, weight, bias, mean, rstd, du, du_hat)
     else:
-        call |= {"TEAM": triton.next_power_of_2(t.team), "KEEP": _keeps(t)}
-    kernel = _backward_last if is_last else _backward_first
-    for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
-        kernel[(units * t.team,)](**call, PHASE=phase)
+        units = p.batch * p.groups
+        part = scratch(x, 2, units * t.team)
+        call = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd}
+        call |= {"du_ptr": du, "du_hat_ptr": du_hat, "part_ptr": part[0], "part_hat_ptr": part[1], "share": t.share, "team": t.team}
+        call["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if t.team > 1 else None
+        call |= arguments(p, t, x) | {"STREAM": _streams(t), "TEAM": triton.next_power_of_2(t.team), "KEEP": _keeps(t), "EARLY": early}
+        for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
+            _backward[(units * t.team,)](**call, PHASE=phase)
     grads = torch.empty((2, p.channels), dtype=given, device=x.device)
     wide_parts = min(256, triton.next_power_of_2(p.batch * runs))
     some = min(max(1, TOTALS // wide_parts), triton.next_power_of_2(p.channels))
-    _totals[(triton.cdiv(p.channels, some),)](du, du_hat, grads[0], grads[1], p.batch, p.channels, runs, PARTS=wide_parts, CHANNELS=some, num_warps=4)
+    _totals[(triton.cdiv(p.channels, some),)](
+        du, du_hat, grads[0], grads[1], p.batch, p.channels, runs,
+        PARTS=wide_parts, CHANNELS=some, EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
     return dx, grads[1], grads[0]

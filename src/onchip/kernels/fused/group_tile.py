@@ -1,8 +1,8 @@
 """What GroupNorm's kernels share: numbers in registers of half precision, places of runs, and how work is cut.
 
-A unit is what statistics need together: a group where channels come first, a sample where they come last; both are one stretch of memory. The programs
-of a unit, its team, share it out. Backward they hold their shares in registers and meet half way (`meeting.py`), so that it is read once; what registers have
-no room for is read again: from the L2 cache, or from memory where that has no room either. Forward see `group_norm.py`.
+A unit is what statistics need together: a group where channels come first, a sample where they come last (`group_last.py`); both are one stretch of memory.
+The programs of a unit, its team, share it out. Of a group's backward they hold their shares in registers and meet half way (`meeting.py`), so that it is read
+once; what registers have no room for is read again: from the L2 cache, or from memory where that has no room either. Forward see `group_norm.py`.
 """
 
 import math
@@ -14,9 +14,29 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
-from onchip.kernels.curves import sigmoid
+from onchip.kernels.curves import activated, sigmoid, slope
 
 # ---- device
+
+TINY = tl.constexpr(1.2e-38)  # makes no difference, but of two zeros a word that says something
+
+
+@triton.jit
+def role(team, lag):
+    """(unit, member, whether it writes) of a program: members of a unit sum it up, then those write that is `lag` units behind."""
+    turn = tl.program_id(0) // (2 * team)
+    place = tl.program_id(0) % (2 * team)
+    writes = place >= team
+    return tl.where(writes, turn - lag, turn), place % team, writes
+
+
+@triton.jit
+def comes_last(count_ptr, team):
+    """Whether all others of a team have been here; then what they have stored before may be read."""
+    tl.debug_barrier()
+    behind = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    return behind == team - 1
 
 
 @triton.jit
@@ -44,6 +64,28 @@ def quick_sigmoid(x, WORDS: tl.constexpr):
 
 
 @triton.jit
+def act_of(u, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
+    if QUICK and ACT == "silu":
+        y = u * quick_sigmoid(u, WORDS)
+    else:
+        y = activated(u, ACT, QUICK=QUICK)
+    return y
+
+
+@triton.jit
+def slope_of(u, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr):
+    """Its derivative. PAIRS: two share a quotient, which takes two more registers."""
+    if QUICK and ACT == "silu" and WORDS and PAIRS:
+        result = silu_slope(u)
+    elif QUICK and ACT == "silu":
+        s = quick_sigmoid(u, WORDS)
+        result = s * (1 + u * (1 - s))
+    else:
+        result = slope(u, ACT, QUICK=QUICK)
+    return result
+
+
+@triton.jit
 def silu_of(v):
     """u sigmoid(u) of v = -log2(e) u, to 2^-21: the factor goes off with the quotient, of which two share one (MUFU makes 16 a cycle, and is what most of a
     program's writing waits for). Below u = -43 it is 0 to 1e-17.
@@ -52,6 +94,16 @@ def silu_of(v):
         fma.rn.f32 a, a, 0fBFB8AA3B, 0fBFB8AA3B; fma.rn.f32 b, b, 0fBFB8AA3B, 0fBFB8AA3B; mul.f32 c, a, b; rcp.approx.ftz.f32 c, c;
         mul.f32 a, a, c; mul.f32 b, b, c; mul.f32 $0, $2, b; mul.f32 $1, $3, a; }"""
     return tl.inline_asm_elementwise(code, "=&f,=f,f,f", [v], tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
+def silu_slope(u):
+    """Its derivative s + u (s - s^2), s = sigmoid(u), to 2^-20, of which two share a quotient. Below u = -43 it is 0 to 1e-17."""
+    code: tl.constexpr = """{ .reg .f32 a, b, c, d; mul.f32 a, $2, 0fBFB8AA3B; mul.f32 b, $3, 0fBFB8AA3B; min.f32 a, a, 0f42780000; min.f32 b, b, 0f42780000;
+        ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; add.f32 a, a, 0f3F800000; add.f32 b, b, 0f3F800000; mul.f32 c, a, b; rcp.approx.ftz.f32 c, c;
+        mul.f32 b, b, c; mul.f32 a, a, c; neg.f32 c, b; neg.f32 d, a; fma.rn.f32 c, c, b, b; fma.rn.f32 d, d, a, a;
+        fma.rn.f32 $0, $2, c, b; fma.rn.f32 $1, $3, d, a; }"""
+    return tl.inline_asm_elementwise(code, "=&f,=f,f,f", [u], tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -97,67 +149,20 @@ def of_channel(ptr, c, there, absent):
     return tl.zeros_like(c).to(tl.float32) + absent
 
 
-@triton.jit
-def across(ptr, k, channels, CUT: tl.constexpr):
-    """What the channels of block k have, float32 [1, COLS]."""
-    c = k * CUT[1] + tl.arange(0, CUT[1])[None, :]
-    return tl.load(ptr + c, mask=c < channels, other=0.0)
-
-
-@triton.jit
-def block(p, k, own, channels, CUT: tl.constexpr):
-    """(place, whether it is the program's) of ROWS pixels from p on and block k of channels."""
-    c = k * CUT[1] + tl.arange(0, CUT[1])[None, :]
-    row = p + tl.arange(0, CUT[0])[:, None]
-    if CUT[3] == "full":
-        inside = tl.full([CUT[0], CUT[1]], 1, tl.int1)
-    else:
-        inside = (row < own) & (c < channels)
-    return row * channels + c, inside
-
-
-@triton.jit
-def partial(x, PARTS: tl.constexpr):
-    """Sums [PARTS[0], COLS] of rows of x [ROWS, COLS]: of those that one warp has, PARTS[1] at a time, so that nothing goes through shared memory."""
-    COUNT: tl.constexpr = PARTS[0]
-    LANES: tl.constexpr = PARTS[1]
-    ROWS: tl.constexpr = x.shape[0]
-    COLS: tl.constexpr = x.shape[1]
-    x = tl.sum(tl.reshape(x, [ROWS // (COUNT * LANES), COUNT * LANES, COLS]), 0)
-    if LANES > 1:
-        x = tl.sum(tl.reshape(x, [COUNT, LANES, COLS]), 1)
-    return x
-
-
-@triton.jit
-def spread(table_ptr, u, v, w_ptr, b_ptr, channels, groups, each):
-    """For each channel of a sample, [2, channels]: weight u and bias - weight v, with u and v [GROUPS] of its group. Every program writes it, for itself."""
-    for first in range(0, channels, 1024):
-        c = first + tl.arange(0, 1024)
-        there = c < channels
-        g = tl.minimum(c // each, groups - 1)
-        w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
-        tl.store(table_ptr + c, w * tl.gather(u, g, 0), mask=there)
-        tl.store(table_ptr + channels + c, b - w * tl.gather(v, g, 0), mask=there)
-    tl.debug_barrier()
-
-
 # ---- host
 
 HOLD = 1 << 16  # bytes of a share in registers: two programs of 8 warps hold half of a multiprocessor's, arithmetic takes the other half
 ALONE = 80 << 10  # up to here one program's: the meeting of two costs more (16x320x64x64: 29 us beside 34)
 TILE = 2048  # elements: a 16-byte load of bf16 for each thread of 8 warps
 NARROW = 64  # pixels: of longer runs than this a channel's last one may waste an eighth of the channel
-WIDE = 8192  # elements of a tile where channels come last
 WARPS = 8
 
 
 class Tiles(NamedTuple):
     """How much of a unit a program holds, and how many share it out.
 
-    rows, cols   of a tile: runs of a channel's pixels where channels come first, else pixels and their channels.
-    span         tiles that make up a run, or all channels.      cut   "full", "whole" or "torn": see `tile` and `block`.
-    held         tiles in registers.      share   runs or pixels of a program.      team   programs of a unit.      registers   of a thread at most.
+    rows, cols   of a tile: runs of a channel's pixels.      span   tiles that make up a run.      cut   "full", "whole" or "torn": see `tile`.
+    held         tiles in registers.      share   runs of a program.      team   programs of a group.      registers   of a thread at most.
     """
 
     rows: int
@@ -171,7 +176,7 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
     def __str__(self):
-        return f"{self.rows}x{self.cols} tiles, {self.held} held, {self.warps} warps, {self.team} programs a {'group' if self.span == 1 else 'unit'}"
+        return f"{self.rows}x{self.cols} tiles, {self.held} held, {self.warps} warps, {self.team} programs a group"
 
 
 def first(p: Groups, device: Device, tensors: int, twice: bool = False, hold: int = HOLD, most: int = TILE, warps: int = WARPS, alone: int = ALONE) -> Tiles:
@@ -206,28 +211,6 @@ def first(p: Groups, device: Device, tensors: int, twice: bool = False, hold: in
     return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)), registers)
 
 
-def last(p: Groups, device: Device, tensors: int, twice: bool = False, hold: int = ALONE, warps: int = WARPS) -> Tiles:
-    """Channels that come last, of which a program holds `tensors`."""
-    cols = triton.next_power_of_2(p.channels)
-    if cols > 64:  # sums of wider tiles go through shared memory where rows are summed up first
-        cols = 64 if twice else min((64, 128, 256, 512), key=lambda n: (-p.channels % n, -n))
-    blocks = triton.cdiv(p.channels, cols)
-    rows = max(1, min(hold // (cols * blocks * tensors * p.dtype.itemsize), WIDE // cols, p.pixels))
-    rows = 1 << rows.bit_length() - 1
-    tiles = max(1, triton.cdiv(p.pixels, rows))
-    share = 1 if twice else triton.cdiv(tiles, min(device.sms, tiles))
-    team = triton.cdiv(tiles, share)
-    cut = "full" if p.channels == cols * blocks and team * share * rows == p.pixels else "torn"
-    return Tiles(rows, cols, blocks, cut, blocks, share * rows, team, max(1, min(warps, rows * cols * (blocks if twice else 1) // 256)), 168 if twice else 128)
-
-
-def parts(p: Groups, t: Tiles) -> tuple[int, int]:
-    """(how many parts the rows of a tile are summed up in, as warps have them; rows that a warp has at once) where channels come last."""
-    across = 32 * (16 // p.dtype.itemsize)  # columns of a warp: 16 bytes a thread
-    count = min(t.warps, t.rows, max(1, t.warps * across // t.cols))
-    return count, min(max(1, across // t.cols), t.rows // count)
-
-
 def scratch(x: torch.Tensor, *shape: int) -> torch.Tensor:
     """float32 that a kernel writes before it reads."""
     return torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -239,6 +222,4 @@ def arguments(p: Groups, t: Tiles, x: torch.Tensor) -> dict:
     given = {"pixels": p.pixels, "groups": p.groups, "each": each, "ACT": p.act, "CUT": (t.rows, t.cols, t.span, t.cut), "num_warps": t.warps, "WORDS": words}
     if t.registers and words:
         given["maxnreg"] = t.registers
-    if p.layout == "channels_last":
-        return given | {"channels": p.channels, "GROUPS": triton.next_power_of_2(p.groups), "EACH": triton.next_power_of_2(each)}
     return given | {"pieces": triton.cdiv(p.pixels, t.cols * t.span), "HELD": t.held}
