@@ -174,6 +174,7 @@ GROUPS = [
     (Groups("group_norm", 1, 128, 32, 1 << 20, FP32),),
     (Groups("group_norm", 16, 320, 32, 4096, BF16, "silu", "channels_last"),),
     (Groups("group_norm", 1, 128, 32, 1 << 20, FP32, "mish", "channels_last"),),
+    (Groups("group_norm", 16, 100, 4, 4096, FP16, "silu", "channels_last"),),
 ]
 
 
@@ -184,10 +185,10 @@ def test_group_norm(problem, arch):
         problem = problem._replace(op=module.__name__.split(".")[-1])
         tiles = module.configs(problem, GPUS[arch])[-1]
         if is_last:
-            kernel = group_last._forward if module is group_norm else group_last._backward
+            kernel = group_last._forward_last if module is group_norm else group_last._backward_last
             values = group_last.constants(problem, tiles, arch.startswith("sm"))
         else:
-            kernel = group_norm_backward._backward if module is group_norm_backward else group_norm._twice if tiles.team > 32 else group_norm._held
+            kernel = group_norm_backward._backward_first if module is group_norm_backward else group_norm._twice if tiles.team > 32 else group_norm._held
             values = group_tile.arguments(problem, tiles, torch.empty(0)) | {"PHASE": 0, "WORDS": arch.startswith("sm")}
             values |= {"STREAM": tiles.share > tiles.held // tiles.span * tiles.rows, "TEAM": triton.next_power_of_2(tiles.team)}
             values |= {"KEEP": group_norm_backward._keeps(tiles)}
@@ -197,9 +198,11 @@ def test_group_norm(problem, arch):
         signature = {name: POINTER[problem.dtype] if name in matrices else numbers.get(name, "i32") for name in kernel.arg_names}
         constexprs = {name: values[name] for name in kernel.arg_names if name.isupper()}
         most = values.get("maxnreg", 0) if arch.startswith("sm") else 0
-        facts = compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("channels", "pixels", "share"), most_registers=most)
-        assert facts.spills <= (256 if is_last and module is group_norm_backward else 64 if module is group_norm_backward else 0)
-        assert facts.vector_loads or not arch.startswith("sm")
+        odd = problem.channels % 16 > 0
+        aligned = ("pixels", "share") if odd else ("channels", "pixels", "share")
+        facts = compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=aligned, most_registers=most)
+        assert facts.spills <= (0 if odd or module is group_norm else 256 if tiles.warps > 8 else 64)
+        assert facts.vector_loads or odd or not arch.startswith("sm")
 
 
 def launched(monkeypatch, launch, *args):

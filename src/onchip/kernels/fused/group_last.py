@@ -3,7 +3,8 @@
 A program walks down COLS channels of some pixels, and holds nothing of them but sums or, when it writes, what its channels are scaled by. So x (and dy) are
 read twice: by programs that sum up, each the parts of groups that lie in its channels, and a little later, from the L2 cache, by those that write, each of
 which merges what has been found of its own groups (Chan, Golub and LeVeque, 1983). These wait for programs that a GPU starts before them, and the first for
-none, so that there may be any number of them. L2 is told to let go what is read again before what has been summed up.
+none, so that there may be any number of them. Forward L2 is told to let y and what is read again go before what has been summed up; backward tiles come by
+copies to shared memory, for which Triton has no such hint.
 Bytes moved: the floor, each tensor once, as long as the L2 cache keeps what has been summed up until it is read again.
 """
 
@@ -119,14 +120,14 @@ def _merged(mean_ptr, square_ptr, eps, first, pixels, share, ranges, groups, eac
         off = tl.load(mean_ptr + at, mask=inside, other=0.0) - about
         squares += tl.load(square_ptr + at, mask=inside, other=0.0) + n * off * off
         total += n * off
-    size = pixels.to(tl.float32) * each
+    size = (tl.zeros([], tl.float32) + each) * pixels
     mean, square = tl.reduce(tl.reduce((total, squares), 2, _both), 1, _both)
     mean /= size
     return tl.reshape(about, [G]) + mean, tl.rsqrt(tl.maximum(square / size - mean * mean, 0.0) + eps)
 
 
 @triton.jit
-def _forward(
+def _forward_last(
     x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, part_ptr, part_two_ptr, count_ptr, eps,
     channels, pixels, units, groups, each, share, ranges, blocks, lag,
     ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
@@ -156,8 +157,8 @@ def _forward(
         mean_g, rstd_g = _merged(part_ptr, part_two_ptr, eps, first, pixels, share, ranges, groups, each, COLS, G, S, T)
         if mean_ptr is not None:
             mine = (begin == 0) & (g < groups) & (g * each >= block * COLS) & (g * each < block * COLS + COLS)
-            tl.store(mean_ptr + unit * groups + g, mean_g, mask=mine)
-            tl.store(rstd_ptr + unit * groups + g, rstd_g, mask=mine)
+            tl.store(mean_ptr + unit.to(tl.int64) * groups + g, mean_g, mask=mine)
+            tl.store(rstd_ptr + unit.to(tl.int64) * groups + g, rstd_g, mask=mine)
         of_c = tl.minimum(c // each - first, G - 1)
         mean = tl.gather(mean_g, of_c, 0)
         w *= tl.gather(rstd_g, of_c, 0)
@@ -224,7 +225,7 @@ def _added(one_ptr, two_ptr, first, ranges, groups, each, COLS: tl.constexpr, G:
 
 
 @triton.jit
-def _backward(
+def _backward_last(
     dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, part_ptr, part_two_ptr, count_ptr,
     channels, pixels, units, groups, each, share, ranges, blocks, lag,
     ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
@@ -246,7 +247,7 @@ def _backward(
     dy_ptr += start
     part_ptr += unit.to(tl.int64) * team * G
     part_two_ptr += unit.to(tl.int64) * team * G
-    at_c = unit * groups + c // each
+    at_c = unit.to(tl.int64) * groups + c // each
     mean, rstd = tl.load(mean_ptr + at_c, mask=there, other=0.0), tl.load(rstd_ptr + at_c, mask=there, other=0.0)
     weight = of_channel(w_ptr, c, there, 1.0)
     w, b = weight * rstd, of_channel(b_ptr, c, there, 0.0)
@@ -256,7 +257,7 @@ def _backward(
         dx_ptr += start
         _wait(count_ptr + unit, team)
         one_g, two_g = _added(part_ptr, part_two_ptr, first, ranges, groups, each, COLS, G, S, T)
-        size = pixels.to(tl.float32) * each
+        size = (tl.zeros([], tl.float32) + each) * pixels
         of_c = tl.minimum(c // each - first, G - 1)
         one, two = tl.gather(one_g, of_c, 0) / size * rstd, tl.gather(two_g, of_c, 0) / size * rstd * rstd
         if QUICK:
@@ -296,7 +297,7 @@ def _backward(
 
 COLS = 64  # channels of a program at most: 128 bytes a pixel
 PROGRAMS = 10  # that sum up, for each multiprocessor (16x320x64x64: 38.9 us; 5 of twice the pixels 39.8, 20 46.3)
-SHARES = (128, 8192)  # pixels of a program
+SHARES = (128, 8192)  # pixels of a program: sums about the first of more would cost digits where that one is far from the others
 AHEAD = 32  # warps of each multiprocessor that are begun before what they have summed up is read again (backward 62 us; 16 65, 4 67)
 TURNS = {"group_norm": (4, 1, 80), "group_norm_backward": (2, 3, 80)}  # tiles a turn, turns on their way, registers of a thread (3 turns 64 us, 1 75)
 PARTS = 4096  # numbers that each program which writes would have to merge: from there on programs of 16 warps, a quarter of them (1x128x512x512: 62 us; 75)
@@ -328,7 +329,7 @@ def configs(p: Groups, device: Device) -> list[Tiles]:
     work = p.batch * triton.cdiv(p.channels, cols) * p.pixels
     share = min(max(triton.next_power_of_2(triton.cdiv(work, PROGRAMS * device.sms)), SHARES[0]), SHARES[1])
     many = triton.cdiv(p.pixels, share) * math.prod(_overlap(p, cols)) > PARTS
-    return [cut(p, 4 * share, 16) if many else cut(p, share, 4)]
+    return [cut(p, min(4 * share, SHARES[1]), 16) if many else cut(p, share, 4)]
 
 
 def cut(p: Groups, share: int, warps: int) -> Tiles:
@@ -336,9 +337,13 @@ def cut(p: Groups, share: int, warps: int) -> Tiles:
     rows = max(1, warps * 32 * 16 // p.dtype.itemsize // cols)
     share = max(rows, min(share, triton.next_power_of_2(max(1, p.pixels))))
     turn, stages, registers = TURNS[p.op]
+    if warps > 4:
+        registers = 64
+    if p.channels % 16:  # Triton reads such rows number by number
+        turn, registers = 2, 168
     tiles = max(1, min(turn, share // rows))
     whole = p.channels % cols == 0 and p.pixels % share == 0 and share % (rows * tiles) == 0
-    return Tiles(rows, cols, tiles, stages, share, triton.cdiv(p.pixels, share), whole, warps, 64 if warps > 4 else registers)
+    return Tiles(rows, cols, tiles, stages, share, triton.cdiv(p.pixels, share), whole, warps, registers)
 
 
 def _overlap(p: Groups, cols: int) -> tuple[int, int]:
@@ -373,10 +378,10 @@ def _launch(kernel, p: Groups, t: Tiles, **given) -> None:
 
 def forward(p: Groups, t: Tiles, x, y, weight, bias, eps: float, mean, rstd) -> None:
     """y, and mean and rstd [batch, groups] where they are kept."""
-    _launch(_forward, p, t, x_ptr=x, y_ptr=y, w_ptr=weight, b_ptr=bias, mean_ptr=mean, rstd_ptr=rstd, eps=eps)
+    _launch(_forward_last, p, t, x_ptr=x, y_ptr=y, w_ptr=weight, b_ptr=bias, mean_ptr=mean, rstd_ptr=rstd, eps=eps)
 
 
 def backward(p: Groups, t: Tiles, dy, x, dx, weight, bias, mean, rstd, du, du_hat) -> None:
     """dx, and what each range of pixels adds to the gradients of bias and weight, [batch, channels, ranges]."""
     given = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd, "du_ptr": du, "du_hat_ptr": du_hat}
-    _launch(_backward, p, t, **given, EARLY=starts_early(x))
+    _launch(_backward_last, p, t, **given, EARLY=starts_early(x))

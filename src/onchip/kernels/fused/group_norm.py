@@ -16,12 +16,10 @@ from onchip.core.device import Device, of
 from onchip.core.problem import Groups
 from onchip.kernels.fused import group_last, group_stay
 from onchip.kernels.fused.group_tile import (
-    TINY,
     Tiles,
     act_of,
     arguments,
     before,
-    comes_last,
     first,
     hold,
     of_channel,
@@ -34,6 +32,8 @@ from onchip.kernels.fused.group_tile import (
 from onchip.kernels.meeting import BOTH, BOTH_AMD, FIRST, MOST, SECOND, hear, phases, tell
 
 # ---- device
+
+TINY = tl.constexpr(1.2e-38)  # makes no difference, but of two zeros a word that says something
 
 
 @triton.jit
@@ -133,6 +133,15 @@ def _held(
 
 
 @triton.jit
+def _comes_last(count_ptr, team):
+    """Whether all others of a team have been here; then what they have stored before may be read."""
+    tl.debug_barrier()
+    behind = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    return behind == team - 1
+
+
+@triton.jit
 def _told(word_ptr, mean_ptr, rstd_ptr, at, there, mean, square, count, eps):
     """What is found of groups goes to those that write, and to memory if it is kept."""
     rstd = tl.rsqrt(square / count + eps)
@@ -169,7 +178,7 @@ def _twice(
         part_ptr += unit.to(tl.int64) * team * 2
         tl.store(part_ptr + member * 2, mean)
         tl.store(part_ptr + member * 2 + 1, square)
-        if comes_last(count_ptr + unit, team):
+        if _comes_last(count_ptr + unit, team):
             about = tl.load(part_ptr)
             total = tl.zeros([1024], tl.float32)
             squares = tl.zeros([1024], tl.float32)

@@ -3,9 +3,10 @@
     dbias = sum of du,  dweight = sum of du hat        over samples and pixels
     dx = rstd (du weight - mean(du weight) - hat mean(du weight hat))        means over the group
 
-Cut like the forward pass (`group_norm.py`): the programs of a unit hold dy and x in registers, sum up du and du hat, meet, add the sums of all and write
+Cut like the forward pass (`group_norm.py`): the programs of a group hold dy and x in registers, sum up du and du hat, meet, add the sums of all and write
 dx, for which they make du again where registers have no room for it. Sums of channels over runs or members and over samples are a second launch's; all in
-one order always, so the same bits in every run. Bytes moved: the floor, dy, x and dx once each, as long as a unit fits the registers of the GPU.
+one order always, so the same bits in every run. Bytes moved: the floor, dy, x and dx once each, as long as a group fits the registers of the GPU.
+Where channels come last see `group_last.py`.
 """
 
 import torch
@@ -58,7 +59,7 @@ def _finish(dy, x, du, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each
 
 
 @triton.jit
-def _backward(
+def _backward_first(
     dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, part_ptr, part_hat_ptr, count_ptr, pixels, groups, each, pieces, share, team,
     ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, KEEP: tl.constexpr, WORDS: tl.constexpr,
     PHASE: tl.constexpr, EARLY: tl.constexpr,
@@ -226,7 +227,7 @@ def launch(
         call["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if t.team > 1 else None
         call |= arguments(p, t, x) | {"STREAM": _streams(t), "TEAM": triton.next_power_of_2(t.team), "KEEP": _keeps(t), "EARLY": early}
         for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
-            _backward[(units * t.team,)](**call, PHASE=phase)
+            _backward_first[(units * t.team,)](**call, PHASE=phase)
     grads = torch.empty((2, p.channels), dtype=given, device=x.device)
     wide_parts = min(256, triton.next_power_of_2(p.batch * runs))
     some = min(max(1, TOTALS // wide_parts), triton.next_power_of_2(p.channels))

@@ -18,8 +18,6 @@ from onchip.kernels.curves import activated, sigmoid, slope
 
 # ---- device
 
-TINY = tl.constexpr(1.2e-38)  # makes no difference, but of two zeros a word that says something
-
 
 @triton.jit
 def role(team, lag):
@@ -28,15 +26,6 @@ def role(team, lag):
     place = tl.program_id(0) % (2 * team)
     writes = place >= team
     return tl.where(writes, turn - lag, turn), place % team, writes
-
-
-@triton.jit
-def comes_last(count_ptr, team):
-    """Whether all others of a team have been here; then what they have stored before may be read."""
-    tl.debug_barrier()
-    behind = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
-    return behind == team - 1
 
 
 @triton.jit
