@@ -34,14 +34,26 @@ def phases(x: torch.Tensor, programs: int = 1, warps: int = 1) -> tuple[int, ...
 
 
 @triton.jit
+def arrive(count_ptr):
+    """What this program's threads have stored before, those see that wait for it."""
+    tl.debug_barrier()
+    tl.atomic_add(count_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for(count_ptr, programs):
+    """Until so many have arrived."""
+    while tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu") < programs:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
 def meet(count_ptr, programs, PHASE: tl.constexpr):
     """Until `programs` have come here: what their threads have stored before, loads after it see. Two launches meet between them."""
     if PHASE != FIRST:
-        tl.debug_barrier()
-        tl.atomic_add(count_ptr, 1, sem="release", scope="gpu")
-        while tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu") < programs:
-            pass
-        tl.debug_barrier()
+        arrive(count_ptr)
+        wait_for(count_ptr, programs)
 
 
 @triton.jit

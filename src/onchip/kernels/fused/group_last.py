@@ -18,9 +18,20 @@ import triton.language as tl
 from onchip.core.device import Device, of
 from onchip.core.problem import Groups
 from onchip.kernels.fused.group_tile import act_of, of_channel, role, scratch, silu_of, slope_of, wide
+from onchip.kernels.fused.norm_tile import both_sums
 from onchip.kernels.launch import starts_early
+from onchip.kernels.meeting import arrive, wait_for
 
 # ---- device
+
+
+@triton.jit
+def _place(member, channels, pixels, each, share, blocks, COLS: tl.constexpr):
+    """(block of channels, first pixel, how many pixels, channels [COLS], which of these there are, the first one's group) of a member."""
+    block, begin = member % blocks, member // blocks * share
+    own = tl.minimum(share, pixels - begin)
+    c = block * COLS + tl.arange(0, COLS)
+    return block, begin, own, c, c < channels, block * COLS // each
 
 
 @triton.jit
@@ -45,15 +56,10 @@ def _held(ptr, p, own, c, channels, ROWS: tl.constexpr, TILES: tl.constexpr, WHO
 
 
 @triton.jit
-def _both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def _fold(v, u, c, there, first, each, G: tl.constexpr):
     """Two sums [G] of what channels have, by groups from `first` on."""
     mine = ((c // each - first)[None, :] == tl.arange(0, G)[:, None]) & there[None, :]
-    return tl.reduce((tl.where(mine, v[None, :], 0.0), tl.where(mine, u[None, :], 0.0)), 1, _both)
+    return tl.reduce((tl.where(mine, v[None, :], 0.0), tl.where(mine, u[None, :], 0.0)), 1, both_sums)
 
 
 @triton.jit
@@ -67,20 +73,6 @@ def _parts(first, t, ranges, groups, each, COLS: tl.constexpr, G: tl.constexpr, 
     place = (block * G + g - block * COLS // each) * ranges
     inside = ((g < groups) & (count > 0))[:, :, None] & (t < ranges)[None, None, :]
     return place[:, :, None] + t[None, None, :], count[:, :, None], inside
-
-
-@triton.jit
-def _tell(count_ptr):
-    tl.debug_barrier()
-    tl.atomic_add(count_ptr, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def _wait(count_ptr, team):
-    """Until all who sum up have told; what they have stored before may be read then."""
-    while tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu") < team:
-        pass
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -102,7 +94,7 @@ def _sums(x_ptr, own, c, there, channels, ROWS: tl.constexpr, TILES: tl.constexp
             total += off
             squares += off * off
         x_ptr += ROWS * TILES * channels
-    total, squares = tl.reduce((total, squares), 0, _both)
+    total, squares = tl.reduce((total, squares), 0, both_sums)
     return about, total, squares
 
 
@@ -121,7 +113,7 @@ def _merged(mean_ptr, square_ptr, eps, first, pixels, share, ranges, groups, eac
         squares += tl.load(square_ptr + at, mask=inside, other=0.0) + n * off * off
         total += n * off
     size = (tl.zeros([], tl.float32) + each) * pixels
-    mean, square = tl.reduce(tl.reduce((total, squares), 2, _both), 1, _both)
+    mean, square = tl.reduce(tl.reduce((total, squares), 2, both_sums), 1, both_sums)
     mean /= size
     return tl.reshape(about, [G]) + mean, tl.rsqrt(tl.maximum(square / size - mean * mean, 0.0) + eps)
 
@@ -139,12 +131,7 @@ def _forward_last(
     unit, member, writes = role(team, lag)
     if (unit < 0) | (unit >= units):
         return
-    block = member % blocks
-    begin = member // blocks * share
-    own = tl.minimum(share, pixels - begin)
-    c = block * COLS + tl.arange(0, COLS)
-    there = c < channels
-    first = block * COLS // each
+    block, begin, own, c, there, first = _place(member, channels, pixels, each, share, blocks, COLS)
     g = first + tl.arange(0, G)
     start = (unit.to(tl.int64) * pixels + begin) * channels
     x_ptr += start
@@ -153,7 +140,7 @@ def _forward_last(
     if writes:
         y_ptr += start
         w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
-        _wait(count_ptr + unit, team)
+        wait_for(count_ptr + unit, team)
         mean_g, rstd_g = _merged(part_ptr, part_two_ptr, eps, first, pixels, share, ranges, groups, each, COLS, G, S, T)
         if mean_ptr is not None:
             mine = (begin == 0) & (g < groups) & (g * each >= block * COLS) & (g * each < block * COLS + COLS)
@@ -187,7 +174,7 @@ def _forward_last(
         square, _ = _fold(tl.maximum(squares - total * total * own, 0.0) + off * off * own, off, c, there, first, each, G)
         tl.store(part_ptr + (block * G + tl.arange(0, G)) * ranges + member // blocks, part)
         tl.store(part_two_ptr + (block * G + tl.arange(0, G)) * ranges + member // blocks, square)
-        _tell(count_ptr + unit)
+        arrive(count_ptr + unit)
 
 
 @triton.jit
@@ -209,7 +196,7 @@ def _slopes(dy_ptr, x_ptr, mean, w, b, own, c, channels, ACT: tl.constexpr, ROWS
             products += du * x
         x_ptr += ROWS * TILES * channels
         dy_ptr += ROWS * TILES * channels
-    return tl.reduce((sums, products), 0, _both)
+    return tl.reduce((sums, products), 0, both_sums)
 
 
 @triton.jit
@@ -221,7 +208,7 @@ def _added(one_ptr, two_ptr, first, ranges, groups, each, COLS: tl.constexpr, G:
         at, _, inside = _parts(first, t0 + tl.arange(0, T), ranges, groups, each, COLS, G, S)
         one += tl.load(one_ptr + at, mask=inside, other=0.0)
         two += tl.load(two_ptr + at, mask=inside, other=0.0)
-    return tl.reduce(tl.reduce((one, two), 2, _both), 1, _both)
+    return tl.reduce(tl.reduce((one, two), 2, both_sums), 1, both_sums)
 
 
 @triton.jit
@@ -236,12 +223,7 @@ def _backward_last(
     unit, member, writes = role(team, lag)
     if (unit < 0) | (unit >= units):
         return
-    block = member % blocks
-    begin = member // blocks * share
-    own = tl.minimum(share, pixels - begin)
-    c = block * COLS + tl.arange(0, COLS)
-    there = c < channels
-    first = block * COLS // each
+    block, begin, own, c, there, first = _place(member, channels, pixels, each, share, blocks, COLS)
     start = (unit.to(tl.int64) * pixels + begin) * channels
     x_ptr += start
     dy_ptr += start
@@ -255,7 +237,7 @@ def _backward_last(
         b -= mean * w
     if writes:
         dx_ptr += start
-        _wait(count_ptr + unit, team)
+        wait_for(count_ptr + unit, team)
         one_g, two_g = _added(part_ptr, part_two_ptr, first, ranges, groups, each, COLS, G, S, T)
         size = (tl.zeros([], tl.float32) + each) * pixels
         of_c = tl.minimum(c // each - first, G - 1)
@@ -290,7 +272,7 @@ def _backward_last(
         told, told_two = _fold(of_du * weight, of_hat * weight, c, there, first, each, G)
         tl.store(part_ptr + at_g, told)
         tl.store(part_two_ptr + at_g, told_two)
-        _tell(count_ptr + unit)
+        arrive(count_ptr + unit)
 
 
 # ---- host
@@ -370,7 +352,7 @@ def _launch(kernel, p: Groups, t: Tiles, **given) -> None:
     # One that writes stands (2 lag + 1) teams behind who sums up the same place, which is at least AHEAD warps a multiprocessor.
     lag = min(p.batch, triton.cdiv(max(AHEAD // t.warps * of(x.device).sms - team, 1), 2 * team))
     given |= constants(p, t, x.is_cuda and torch.version.hip is None)
-    part = scratch(x, 2, p.batch * team * given["G"])
+    part = scratch(x, 2, p.batch * team * given["G"])  # two numbers of each part of a group
     given |= {"part_ptr": part[0], "part_two_ptr": part[1], "count_ptr": torch.zeros(p.batch, dtype=torch.int32, device=x.device)}
     given |= {"channels": p.channels, "pixels": p.pixels, "units": p.batch, "groups": p.groups, "each": p.channels // p.groups}
     kernel[(2 * team * (p.batch + lag),)](**given, share=t.share, ranges=t.ranges, blocks=blocks, lag=lag)

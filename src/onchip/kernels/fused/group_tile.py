@@ -54,6 +54,7 @@ def quick_sigmoid(x, WORDS: tl.constexpr):
 
 @triton.jit
 def act_of(u, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
+    """act(u). QUICK: as near as numbers of 16 bits ask."""
     if QUICK and ACT == "silu":
         y = u * quick_sigmoid(u, WORDS)
     else:

@@ -31,6 +31,7 @@ from onchip.kernels.cluster import begin, total, totals
 from onchip.kernels.fused import gluon_stay
 from onchip.kernels.fused.norm_tile import (
     arguments,
+    both_sums,
     columns,
     dropped,
     kept,
@@ -104,15 +105,10 @@ def _row_sums(along, level, LAYER: tl.constexpr):
 
 
 @triton.jit
-def _both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def _sums_of_cluster(along, level, box, turn, LAYER: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr):
     """Of the row whose pieces are the tile's rows: the same number in each."""
     if LAYER:
-        first, second = tl.reduce((along, level), 1, _both)
+        first, second = tl.reduce((along, level), 1, both_sums)
         first, second = totals(first, second, box, turn, CTAS, CLUSTER)
         return first[:, None], second[:, None]
     else:  # noqa: RET505
